@@ -3,7 +3,8 @@
 Flash attention (Dao 2023, https://arxiv.org/abs/2307.08691): a program takes a tile of one chunk's queries, of all
 heads that share a KV head, and walks over blocks of positions with an online softmax, so logits never reach memory. A
 query sees a range of positions, so only the ends of a tile's range are masked. Tiles of one row read the same cells at
-about the same time, from the GPU's cache, so it does not matter how a prompt is cut into chunks.
+about the same time, from the GPU's cache, so it does not matter how a prompt is cut into chunks. Where a step has fewer
+tiles than the GPU has processors, several programs share a tile's range, and their results are merged.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
-from inferlib.pallas_kernels.decode_attention_gpu import capped, power_of_two
+from inferlib.pallas_kernels.decode_attention_gpu import capped, merge, power_of_two
 
 LOG2E = math.log2(math.e)
 NOTHING = -1e30  # the largest logit of a query that has seen none: unlike -inf, it can be subtracted from -inf
 SMALLEST = 16  # positions of a block, and rows of a tile, that tensor cores take
+PROGRAMS = 256  # that a GPU runs side by side: about two for each of its processors
+LEAST_BLOCKS = 4  # of the longest range, for each of the programs that share a tile
 
 
 # Chosen by measuring tiles of 64 and 128 rows, blocks of 32 to 128 positions, 4 and 8 warps and 2 to 4 stages on an
@@ -55,6 +58,13 @@ def unsupported(q: Shaped, cache: KvCache) -> str | None:
     return None
 
 
+def splits_of(programs: int, longest: int) -> int:
+    """How many programs share a tile of queries, a power of two: there are `programs` tiles, and `longest` blocks of
+    positions in the longest range."""
+    most = min(PROGRAMS // programs, longest // LEAST_BLOCKS, 8)
+    return 1 << max(most, 1).bit_length() - 1
+
+
 def prefill_attention(
     q: jax.Array,
     cache: KvCache,
@@ -63,36 +73,59 @@ def prefill_attention(
     options: AttentionOptions,
     *,
     sizes: Blocks | None = None,
+    splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `inferlib.ops.prefill_attention`; no scales, and each query may have its own window.
 
-    interpret: run on any device, in any float type. Returns out [P, C, K, G, h], h the size of values, in q's dtype and
-    lse [P, C, K, G] float32. Raises ValueError for what `unsupported` names.
+    splits: programs that share a tile; by default by `splits_of`. interpret: run on any device, in any float type.
+    Returns out [P, C, K, G, h], h the size of values, in q's dtype and lse [P, C, K, G] float32. Raises ValueError for
+    what `unsupported` names.
     """
     if not interpret and (reason := unsupported(q, cache)):
         raise ValueError(f"the kernel of prefill attention for GPUs does not take {reason}; use xla")
+    sizes = sizes or blocks(max(x.shape[-1] for x in (q, cache.values)))
+    outs, lses = _attend(q, cache, rows, positions, options, sizes, splits, interpret)
+    return (outs[0], lses[0]) if len(outs) == 1 else merge(outs, lses, q.dtype, interpret)
+
+
+def _attend(
+    q: jax.Array,
+    cache: KvCache,
+    rows,
+    positions,
+    options: AttentionOptions,
+    sizes: Blocks,
+    splits: int | None,
+    interpret,
+) -> tuple[jax.Array, jax.Array]:
+    """Each share's out [splits, P, C, K, G, h], float32 if there are several, and lse [splits, P, C, K, G]."""
     chunks, width, kv_heads, group, size = q.shape
     k, v, table = _pages_of(cache, rows)
     page_slots, sinks = None if cache.pages is None else k.shape[2], options.sinks
-    sizes = sizes or blocks(max(size, v.shape[-1]))
     queries = min(sizes.queries, power_of_two(width * group))
+    keys, tiles = math.gcd(sizes.keys, page_slots or sizes.keys), pl.cdiv(width * group, queries)
+    splits = splits or splits_of(kv_heads * tiles * chunks, table.shape[1] * k.shape[2] // keys)
     static = dict(
         scale=options.scale,
         softcap=options.softcap,
         queries=queries,
-        keys=math.gcd(sizes.keys, page_slots or sizes.keys),
+        keys=keys,
+        splits=splits,
         ring=cache.slots if cache.ring else None,
         page_slots=page_slots,
     )
     # The longest ranges, which the last tiles have, come first.
     of_chunk = lambda *block: pl.BlockSpec((None, *block), lambda h, t, p: (chunks - 1 - p, *[0] * len(block)))  # noqa: E731
     of_head = lambda *rest: pl.BlockSpec(  # noqa: E731
-        (None, width, None, *rest), lambda h, t, p: (chunks - 1 - p, 0, h, *[0] * len(rest))
+        (None, width, None, *rest), lambda h, t, p: (chunks - 1 - p, 0, h // splits, *[0] * len(rest))
+    )
+    of_share = lambda *rest: pl.BlockSpec(  # noqa: E731
+        (None, None, width, None, *rest), lambda h, t, p: (h % splits, chunks - 1 - p, 0, h // splits, *[0] * len(rest))
     )
     return pl.pallas_call(
         functools.partial(_kernel, **static),
-        grid=(kv_heads, pl.cdiv(width * group, queries), chunks),
+        grid=(kv_heads * splits, tiles, chunks),
         in_specs=[
             of_chunk(width),
             of_chunk(width),
@@ -100,12 +133,12 @@ def prefill_attention(
             of_head(group, size),
             pl.BlockSpec(),
             pl.BlockSpec(),
-            None if sinks is None else pl.BlockSpec((None, group), lambda h, t, p: (h, 0)),
+            None if sinks is None else pl.BlockSpec((None, group), lambda h, t, p: (h // splits, 0)),
         ],
-        out_specs=[of_head(group, v.shape[-1]), of_head(group)],
+        out_specs=[of_share(group, v.shape[-1]), of_share(group)],
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:4], v.shape[-1]), q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:4], jnp.float32),
+            jax.ShapeDtypeStruct((splits, *q.shape[:4], v.shape[-1]), q.dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((splits, *q.shape[:4]), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
@@ -152,13 +185,15 @@ def _kernel(
     softcap,
     queries,
     keys,
+    splits,
     ring,
     page_slots,
 ):
-    """One tile: first_ref, last_ref [C], table_ref [M], q_ref, out_ref [C, G, h], k_ref, v_ref [N, K, S, h],
-    sinks_ref [G], lse_ref [C, G]."""
+    """A share of one tile: first_ref, last_ref [C], table_ref [M], q_ref, out_ref [C, G, h], k_ref, v_ref
+    [N, K, S, h], sinks_ref [G], lse_ref [C, G]."""
     (width, group, size), values = q_ref.shape, v_ref.shape[-1]
-    head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
+    head, share = pl.program_id(0) // splits, pl.program_id(0) % splits
+    tile = pl.num_programs(1) - 1 - pl.program_id(1)
     row = tile * queries + jnp.arange(queries)
     # Rows behind the chunk's end see what the last token sees, and are not stored.
     in_chunk, token, member = row < width * group, jnp.minimum(row // group, width - 1), row % group
@@ -172,8 +207,9 @@ def _kernel(
         jnp.full(queries, NOTHING, jnp.float32),
         jnp.zeros(queries, jnp.float32),
     )
-    if sinks_ref is not None:
-        carry = carry[0], plgpu.load(sinks_ref.at[member]).astype(jnp.float32) * LOG2E, carry[2] + 1.0
+    if sinks_ref is not None:  # they join one share
+        sinks = plgpu.load(sinks_ref.at[member]).astype(jnp.float32) * LOG2E
+        carry = carry[0], jnp.where(share == 0, sinks, carry[1]), jnp.where(share == 0, 1.0, carry[2])
 
     def page_of(block):
         """The page of a row's block of positions, where a row has several."""
@@ -210,6 +246,10 @@ def _kernel(
 
     stop = last.max(axis=0) + 1
     begin, end = first.min(axis=0) // keys, pl.cdiv(stop, keys)
+    if splits > 1:
+        count = pl.cdiv(jnp.maximum(end - begin, 0), splits)
+        begin = begin + share * count
+        end = jnp.minimum(begin + count, end)
     # From `inner` to `outer`, all queries of the tile see all positions.
     inner = jnp.clip(pl.cdiv(first.max(axis=0), keys), begin, jnp.maximum(begin, end))
     outer = jnp.clip((last.min(axis=0) + 1) // keys, inner, jnp.maximum(inner, end))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops.choice import Choice
 from inferlib.ops.prefill_attention import BlockList, choose
-from inferlib.pallas_kernels.prefill_attention_gpu import Blocks
+from inferlib.pallas_kernels.prefill_attention_gpu import Blocks, splits_of
 from inferlib.pallas_kernels.prefill_attention_gpu import prefill_attention as kernel
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
 from tests.helpers.prefill_attention_cases import Case
@@ -105,3 +105,22 @@ def test_lowers_to_triton(size, columns):
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = run.trace(**case.inputs(4)).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((0, 30, 140, -1), width=16, slots=160),
+        Case((5, 100), width=16, slots=32, columns=5, sinks=True, options={"softcap": 4.0}),
+        Case((3, 90, 200), width=16, slots=64, sinks=True, ring=True, options={"window": 40}),
+    ],
+    ids=["rows", "pages", "ring"],
+)
+def test_programs_that_share_a_tile(case):
+    """Also where a share has no block."""
+    case.check(on_prefill_kernel(partial(kernel, sizes=Blocks(32, 16), splits=4, interpret=True)))
+
+
+def test_few_tiles_are_shared():
+    assert [splits_of(programs, 66) for programs in (8, 32, 64, 128, 129, 1024)] == [8, 8, 4, 2, 1, 1]
+    assert [splits_of(8, blocks) for blocks in (1, 7, 8, 16)] == [1, 1, 2, 4]
