@@ -24,16 +24,11 @@ class Branch:
 
     def total(self, shards: Shards) -> jax.Array:
         """The whole sum [T, D]; where tokens are split, of this device's tokens."""
-        return self._biased(shards.sum_tokens(self.partials, *self.over) if self.over else self.partials)
+        return sum(self.biases, shards.sum_tokens(self.partials, *self.over) if self.over else self.partials)
 
     def local(self) -> jax.Array:
         """The partial sums of this device, with the biases added."""
-        return self._biased(self.partials)
-
-    def _biased(self, y: jax.Array) -> jax.Array:
-        for bias in self.biases:
-            y = y + bias
-        return y
+        return sum(self.biases, self.partials)
 
 
 @jax.tree_util.register_dataclass
