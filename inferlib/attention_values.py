@@ -149,8 +149,8 @@ class NewCells:
     """The cells that new tokens add to a cache.
 
     cells: for each of the cache's arrays of cells, [B, K, h], or [B, C, K, h] if rows have C new tokens, of any float
-    type; they are rounded to the cache's. written [B] bool: the rows whose cells are written; None: all. Cells of
-    inactive rows are never written. No two rows share a page that one of them writes to.
+    type; they are rounded to the cache's. written [B] int32: how many of a row's cells are written, the last of the C;
+    None: all. Cells of inactive rows are never written. No two rows share a page that one of them writes to.
     """
 
     cells: Sequence[jax.Array]

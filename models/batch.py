@@ -19,13 +19,14 @@ from inferlib.sharding.shards import Shards
 
 
 class StepBatch(NamedTuple):
-    """P chunks of C tokens and B decode rows; either may be 0.
+    """P chunks of C tokens and B decode rows of N tokens; either may be 0.
 
     chunk_tokens [P, C]: padded at the end with anything; where tokens are dealt out, this device's. chunk_rows [P]:
     cache row of each chunk, rows or more if the slot is absent; chunk_starts [P]: position of the first token;
     chunk_lengths [P]: tokens that are not padding, 0 if the slot is absent;
-    decode_tokens [B]: row b's last token; decode_lengths [B]: positions of row b including that token, 0 if it is
-    inactive. All int32.
+    decode_tokens [B, N]: row b's last tokens; decode_lengths [B]: positions of row b including these, 0 if it is
+    inactive; decode_counts [B]: how many of the tokens count, the last ones, behind padding; None: all, and N is 1.
+    All int32.
     """
 
     chunk_tokens: jax.Array
@@ -34,23 +35,34 @@ class StepBatch(NamedTuple):
     chunk_lengths: jax.Array
     decode_tokens: jax.Array
     decode_lengths: jax.Array
+    decode_counts: jax.Array | None = None
 
     @property
     def tokens(self) -> jax.Array:
-        """[T] with T = P * C + B."""
-        return jnp.concatenate([self.chunk_tokens.reshape(-1), self.decode_tokens])
+        """[T] with T = P * C + B * N."""
+        return jnp.concatenate([self.chunk_tokens.reshape(-1), self.decode_tokens.reshape(-1)])
+
+    @property
+    def decode_positions(self) -> jax.Array:
+        """[B, N] position of each token of the decode rows; -1 for an inactive row and for padding."""
+        count = self.decode_tokens.shape[1]
+        positions = self.decode_lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)
+        if self.decode_counts is None:
+            return positions
+        return jnp.where(jnp.arange(count) >= count - self.decode_counts[:, None], positions, -1)
 
     @staticmethod
     def of_chunks(tokens: jax.Array, rows: jax.Array, starts: jax.Array) -> StepBatch:
         """A batch of chunks without padding."""
         # jnp, not np: XLA of jax 0.11 crashes on a captured constant without elements inside shard_map.
         none = jnp.zeros((0,), jnp.int32)
-        return StepBatch(tokens, rows, starts, jnp.full_like(starts, tokens.shape[1]), none, none)
+        return StepBatch(tokens, rows, starts, jnp.full_like(starts, tokens.shape[1]), none[:, None], none)
 
     @staticmethod
-    def of_rows(tokens: jax.Array, lengths: jax.Array) -> StepBatch:
-        none = jnp.zeros((0,), jnp.int32)
-        return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, none, tokens, lengths)
+    def of_rows(tokens: jax.Array, lengths: jax.Array, counts: jax.Array | None = None) -> StepBatch:
+        """A batch of decode rows, tokens [B] or [B, N]."""
+        none, tokens = jnp.zeros((0,), jnp.int32), tokens.reshape(lengths.size, -1)
+        return StepBatch(none.reshape(0, 0), none, none, none, tokens, lengths, counts)
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,7 @@ class StepContext:
     @property
     def tokens(self) -> int:
         """T."""
-        p, c = self.batch.chunk_tokens.shape
-        return p * c + self.batch.decode_tokens.shape[0]
+        return self.batch.chunk_tokens.size + self.batch.decode_tokens.size
 
     def matmul(self, x: Activations, w: Weight, **options) -> jax.Array:
         """`ops.matmul.matmul` by this step's backend."""
@@ -94,8 +105,8 @@ class StepContext:
 
     @cached_property
     def positions(self) -> jax.Array:
-        """[T] position of each token; -1 for an inactive decode row."""
-        return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
+        """[T] position of each token; -1 for an inactive decode row and for padding before its tokens."""
+        return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_positions.reshape(-1)])
 
     @cached_property
     def mlp_active(self) -> jax.Array:
@@ -106,8 +117,8 @@ class StepContext:
     def rows(self) -> jax.Array:
         """[T] the row of each token."""
         rows, (_, width) = self.batch.chunk_rows, self.batch.chunk_tokens.shape
-        decode = jnp.arange(self.batch.decode_tokens.shape[0], dtype=jnp.int32)
-        return jnp.concatenate([jnp.repeat(rows, width), decode])
+        count, each = self.batch.decode_tokens.shape
+        return jnp.concatenate([jnp.repeat(rows, width), jnp.repeat(jnp.arange(count, dtype=jnp.int32), each)])
 
     @cached_property
     def written(self) -> jax.Array:
@@ -115,7 +126,7 @@ class StepContext:
         may lie in another row's page."""
         batch, positions = self.batch, self.chunk_positions
         valid = positions < (batch.chunk_starts + batch.chunk_lengths)[:, None]
-        return jnp.concatenate([jnp.where(valid, positions, -1).reshape(-1), batch.decode_lengths - 1])
+        return jnp.concatenate([jnp.where(valid, positions, -1).reshape(-1), batch.decode_positions.reshape(-1)])
 
     @cached_property
     def rope(self) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:

@@ -47,10 +47,11 @@ class CellWriter:
 
     Memory is written tile by tile; the other positions of a cell's tile have just been read with its block. Cells lie
     behind the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. For a quantised
-    cache (`scaled`) the writer rounds them. written [B]: 0 for rows whose last cells are already in the cache; None if
-    there is no such row. staged: for each array of the stream, the tiles on their way from a buffer to the cache, [n,
-    tiles, K, tile, ...], because the block itself changes once it is used. semaphores [arrays, n]. pending [n]: where a
-    buffer's cells on their way to the cache begin in its block; the size of a block if there are none.
+    cache (`scaled`) the writer rounds them. written [B]: how many of a row's new cells are put, the last ones, as the
+    others are in the cache already; None: all. staged: for each array of the stream, the tiles on their way from a
+    buffer to the cache, [n, tiles, K, tile, ...], because the block itself changes once it is used. semaphores
+    [arrays, n]. pending [n]: where a buffer's cells on their way to the cache begin in its block; the size of a block
+    if there are none.
     """
 
     stream: BlockStream
@@ -82,7 +83,7 @@ class CellWriter:
         def put_tile(n: int, j: int, start: jax.Array) -> None:
             block_copy, staged = stream.buffers[n], self.staged[n]
             tile = staged.shape[3]
-            inside = [first + c - start for c in range(self.new)]
+            inside = [self._place(row, c, first - start) for c in range(self.new)]
             mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
             for head in range(heads):
                 cell = cells[head][n // arrays][mine]
@@ -123,6 +124,12 @@ class CellWriter:
         def _():
             self._each_tile(first, wait_for)
             self.pending[buffer] = none
+
+    def _place(self, row: jax.Array, cell: int, first: jax.Array) -> jax.Array:
+        """Where a row's new cell goes in a tile in which its first one is at `first`; -1 if it is not put."""
+        if self.written is None or self.new == 1:  # `has` decides
+            return first + cell
+        return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
     def _first(self, buffer: jax.Array) -> jax.Array:
         """Where the new cells of a buffer's row begin in the block; outside the block if they belong to another."""

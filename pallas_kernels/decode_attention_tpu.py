@@ -242,7 +242,7 @@ def _scalars(place: Pages, cache: KvCache, lengths: jax.Array, new: NewCells | N
     if cache.pages is not None:
         scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, cache.k.shape[-4] - 1).reshape(-1))
     if new is not None and new.written is not None:
-        scalars = scalars._replace(written=new.written.astype(jnp.int32))
+        scalars = scalars._replace(written=new.written)
     return scalars
 
 
@@ -317,7 +317,7 @@ def _cost(sizes: _Sizes, window: int | None, inputs: _Inputs) -> pl.CostEstimate
 
 class _Scalars(NamedTuple):
     """Scalar memory: lengths [B]; layer [1]; origin [B], a ring's slot of the first position that is read; the page
-    table [B * M]; written [B], 1 for rows whose new cells are written."""
+    table [B * M]; written [B], how many of a row's new cells are."""
 
     lengths: Any
     layer: Any

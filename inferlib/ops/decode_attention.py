@@ -20,6 +20,8 @@ Cache = TypeVar("Cache", KvCache, LatentCache)
 # Implementations that read one layer of a stacked cache where it lies, and write new cells there.
 IN_PLACE = frozenset({"pallas_tpu"})
 _BLOCK = 512  # positions that XLA's form gathers at a time on CPUs
+# Most queries of a row and KV head, if the row has several: what fits in registers, and in the partitions of a core.
+_MOST_ON_GPUS, _MOST_ON_TRAINIUM = 64, 128
 
 
 def choose(
@@ -45,12 +47,19 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) ->
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels.row_cells_gpu import unsupported_pages
 
-        return unsupported_pages(cache.k.shape[-2], cache.columns)
-    if q is None or backend != "pallas_tpu":
-        return None
+        return unsupported_pages(cache.k.shape[-2], cache.columns) or _too_many(q, _MOST_ON_GPUS)
+    if q is None or backend == "nki":
+        return _too_many(q, _MOST_ON_TRAINIUM)
     from inferlib.pallas_kernels.decode_attention_tpu import unsupported
 
     return unsupported(shape_of(q), cache, window=window, new=new)
+
+
+def _too_many(q: Shaped | None, most: int) -> str | None:
+    """Why a kernel does not take these queries of a row, if it takes `most` of a KV head."""
+    if q is None or q.shape[1] == 1 or q.shape[1] * q.shape[3] <= most:
+        return None
+    return f"{q.shape[1]} x {q.shape[3]} queries of a KV head exceed {most}"
 
 
 def decode_attention(
@@ -67,13 +76,13 @@ def decode_attention(
 
     lengths [B] int32 counts the positions written, at most `cache.limit`; 0 marks an inactive row (out 0, lse -inf),
     and a query whose position would be negative sees nothing. In a ring there are at least window + C - 1 slots.
-    options.window: one for all queries, or [B] of each row's, which only "xla" takes. new: cells of the new tokens,
+    options.window: one for all queries, or [B] or [B, C] of each, which only "xla" takes. new: cells of the new tokens,
     written before they are read; without, they are in the cache already. "pallas_tpu" writes them where they lie, and
     other cells of their tiles anew. mask [B, C, C] bool: which of a row's new tokens each of its queries sees, of those
     up to its own; without, all. Draft trees are verified with it: a token sees its ancestors. Slots that no query sees
     may hold anything, NaN included.
-    backend: "xla"; "pallas_gpu" and "nki" for Trainium, without scales or a mask; "pallas_tpu", which is interpreted on
-    CPU. All but "xla" read live positions only.
+    backend: "xla"; "nki" for Trainium and "pallas_gpu", without scales or a mask; "pallas_tpu". Those in Pallas are
+    interpreted on CPU. All but "xla" read live positions only.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """
@@ -108,7 +117,11 @@ def decode_attention(
 def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     from inferlib.pallas_kernels.decode_attention_gpu import decode_attention as kernel
 
-    return kernel(q, cache, lengths, options)
+    def run(q, k, v, lengths, *, interpret: bool):
+        return kernel(q, replace(cache, k=k, v=v), lengths, options, interpret=interpret)
+
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
+    return lax.platform_dependent(q, cache.k, cache.v, lengths, **forms)
 
 
 def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +148,7 @@ def _by_tpu_kernel(
 
 def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tuple[jax.Array, jax.Array]:
     rows, queries = q.shape[:2]
-    slots, window = cache.slots, options.window
+    slots, window = cache.slots, _of_queries(options.window)
 
     def cells(x: jax.Array) -> jax.Array:
         """The rows' part of one of the cache's arrays, [B, K, slots, ...]."""
@@ -143,7 +156,6 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
         return x[:rows, :, :slots]
 
     positions = lengths[:, None] - queries + jnp.arange(queries)
-    window = window[:, None] if isinstance(window, jax.Array) else window
     stored = slot_positions(lengths - 1, slots, cache.ring)
     seen = visible(positions, stored, window)
     if mask is not None:
@@ -156,6 +168,11 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
 
 
+def _of_queries(window: int | jax.Array | None) -> int | jax.Array | None:
+    """[B, C] of each query, where each row or query has its own."""
+    return window[:, None] if isinstance(window, jax.Array) and window.ndim == 1 else window
+
+
 def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int) -> tuple[jax.Array, jax.Array]:
     """`_by_xla` over `block` columns of the page table after the other, as far as the longest row goes. On CPUs, which
     gather a row's pages in memory, for GPUs would wait for the host at each step of such a loop."""
@@ -164,7 +181,7 @@ def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int
     pages = cache.pages[:rows]
     pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % block)))
     positions, window = lengths[:, None] - queries + jnp.arange(queries), options.window
-    window, parts = window[:, None] if isinstance(window, jax.Array) else window, replace(options, sinks=None)
+    window, parts = _of_queries(window), replace(options, sinks=None)
 
     def body(i, carry):
         columns = lax.dynamic_slice_in_dim(pages, i * block, block, axis=1)
@@ -190,7 +207,7 @@ def write_new(cache: Cache, new: NewCells, lengths: jax.Array) -> Cache:
     (rows, queries), (count, _, slots) = cells[0].shape[:2], arrays[0].shape[-4:-1]
     positions, row = lengths[:, None] - queries + jnp.arange(queries), jnp.arange(rows)[:, None]
     written = (positions >= 0) & (lengths[:, None] > 0)
-    written = written if new.written is None else written & new.written[:, None]
+    written = written if new.written is None else written & (jnp.arange(queries) >= queries - new.written[:, None])
     positions = positions % (slots * (1 if pages is None else pages.shape[1])) if ring else positions
     page = row if pages is None else jnp.take_along_axis(pages, jnp.maximum(positions, 0) // slots, axis=1)
     at = jnp.where(written, page, count + row).reshape(-1), (positions % slots).reshape(-1)

@@ -69,18 +69,20 @@ def mla_decode_attention(
     lengths: as in `decode_attention`. scale multiplies the logits. new: latents [B, 1, R] and rotary keys [B, 1, r] of
     the new tokens, or [B, C, 1, ...], written before they are read; without, they are in the cache already.
     backend: "xla", the only one that takes scales; "pallas_tpu", which reads live pages only; "pallas_gpu", which reads
-    live positions only (one query, the cache of one layer), and writes new cells where they lie. Both are interpreted
-    on CPU.
+    live positions only (the cache of one layer), and writes new cells of one query a row where they lie; several
+    queries are rows of their own to it, whose cells are written before. Both are interpreted on CPU.
     Returns out in q's shape and dtype, lse [B, H] or [B, C, H] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """
     if backend != "xla" and cache.scales is not None:
         raise ValueError(f"backend {backend!r} takes no scales of latents; use xla")
-    if backend == "pallas_gpu":
+    single = q.ndim == 3
+    if backend == "pallas_gpu" and single:
         return _by_gpu_kernel(q, rotary, cache, lengths, scale, new)
     if new is not None:
         cache = write_new(cache, new, lengths)
-    single = q.ndim == 3
+    if backend == "pallas_gpu":
+        return *_apart(q, rotary, cache, lengths, scale), cache
     if single:
         q, rotary = q[:, None], rotary[:, None]
     run = _by_tpu_kernel if backend == "pallas_tpu" else _by_xla
@@ -104,6 +106,18 @@ def _by_gpu_kernel(
     forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     out, lse, *arrays = lax.platform_dependent(*operands, **forms)
     return out, lse, cache.with_arrays(arrays) if arrays else cache
+
+
+def _apart(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The attention of C queries of each row as if each were the query of a row that ends there. On the chip, what the
+    queries of a row see is read from memory about once."""
+    rows, queries = q.shape[:2]
+    ends = jnp.maximum(lengths[:, None] - queries + 1 + jnp.arange(queries), 0).reshape(-1)
+    pages = jnp.arange(rows)[:, None] if cache.pages is None else cache.pages
+    q, rotary = (x.reshape(-1, *x.shape[2:]) for x in (q, rotary))
+    cache = replace(cache, pages=jnp.repeat(pages, queries, axis=0))
+    out, lse, _ = _by_gpu_kernel(q, rotary, cache, ends, scale, None)
+    return out.reshape(rows, queries, *out.shape[1:]), lse.reshape(rows, queries, -1)
 
 
 def _by_tpu_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,7 @@ from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.decoder import Decoder
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState, map_state, state_axes
-from inferlib.programs.verification import Tally, accepted, drafts_of, gathered, verification_batch
+from inferlib.programs.verification import Tally, accepted, drafts_of, gathered, hidden_of_tokens, verification_batch
 from inferlib.sampling.sampler import (
     Sampled,
     Vocabulary,
@@ -259,9 +259,11 @@ def _masks_specs(spec: Callable, key: ProgramKey) -> Masks:
 
 def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
     """True if one kernel sums a layer's branches over devices and computes the norms that follow."""
-    if config.scan or key.chunks or key.drafts or not sums_feed_norms(model.config, sharded=True):
+    if config.scan or key.chunks or not sums_feed_norms(model.config, sharded=True):
         return False
-    return choose_all_reduce(key.rows, model.config.dim, model.dtype, backend=config.backend.all_reduce).name != "xla"
+    return (
+        choose_all_reduce(key.decoded, model.config.dim, model.dtype, backend=config.backend.all_reduce).name != "xla"
+    )
 
 
 class _Step(NamedTuple):
@@ -294,7 +296,7 @@ class _Maker:
             return None
         axis = self.config.shards.only_axis
         assert axis is not None  # `fuses_all_reduce` needs one
-        return open_mailboxes(self.key.rows, self.model.config.dim, axis)
+        return open_mailboxes(self.key.decoded, self.model.config.dim, axis)
 
     def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'
@@ -310,7 +312,7 @@ class _Maker:
             config.shards,
             counted if config.expert_load else None,
             table,
-            1 if self.key.drafts else config.prefill_unit,
+            config.prefill_unit,
             prefixes,
         )
         hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
@@ -365,6 +367,16 @@ class _Maker:
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
         return cache, self.logits(decoder, hidden), mailboxes, load
 
+    def draft_logits(self, weights, cache, rows: RowState, drafts: jax.Array, mailboxes: Mailboxes | None):
+        """The same with logits [B, C, V] after each row's last token and after each of its drafts [B, C - 1]."""
+        batch = verification_batch(rows, drafts, self.model.config.vocab)
+        counted = (batch.decode_positions >= 0) & self.counted_rows(rows)[:, None]
+        more = rows.pages, counted.reshape(-1), mailboxes
+        hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
+        hidden = hidden_of_tokens(hidden, batch.decode_counts)
+        logits = self.logits(decoder, hidden.reshape(-1, hidden.shape[-1]))
+        return cache, logits.reshape(*hidden.shape[:2], -1), mailboxes, load
+
     def decode_step(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, the rows after a step, the mailboxes, and what the step adds to the output."""
         if self.config.speculation is not None:
@@ -374,13 +386,10 @@ class _Maker:
         return cache, rows, mailboxes, _Step(sampled, load)
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
-        """`decode_step` with drafts: rows are chunks. Without, a draft is made to see whether it would stand."""
+        """`decode_step` with drafts. Without, a draft is made to see whether it would stand."""
         drafts = drafts_of(speculation.drafter, rows, max(self.key.drafts, 1))
         if self.key.drafts:
-            batch = verification_batch(rows, drafts, self.model.config.vocab)
-            verifies = jnp.arange(batch.chunk_tokens.shape[1]) < batch.chunk_lengths[:, None]
-            hidden, decoder, cache, _, load = self.run(weights, cache, batch, rows.pages, verifies.reshape(-1))
-            logits = self.logits(decoder, hidden).reshape(*batch.chunk_tokens.shape, -1)
+            cache, logits, mailboxes, load = self.draft_logits(weights, cache, rows, drafts, mailboxes)
         else:
             cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
             logits = logits[:, None]
@@ -460,7 +469,7 @@ class _Maker:
         stripe = self.config.shards.stripe(axes.TOKENS)
         tokens = stripe.take(chunk.tokens, dim=1)
         live = jnp.where(rows.active, rows.length + 1, 0)
-        batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token, live)
+        batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token[:, None], live)
         prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, state.pages, counted)

@@ -30,15 +30,24 @@ def drafts_of(drafter: Drafter, rows: RowState, count: int) -> jax.Array:
 
 
 def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> StepBatch:
-    """A chunk of each row: its last token and its drafts, as many as it may still generate."""
+    """Each row's last token and its drafts, as many as it may still generate: no cell is written beyond its pages."""
     tokens = jnp.concatenate([rows.token[:, None], jnp.clip(drafts, 0, vocab - 1)], axis=1)
-    count, none = rows.token.shape[0], jnp.zeros((0,), jnp.int32)
-    number = jnp.arange(count, dtype=jnp.int32)
-    # A row that is inactive is an absent chunk. The rows differ: indices must be unique.
-    chunk_rows = jnp.where(rows.active, number, rows.pages.shape[0] + number)
-    starts = jnp.where(rows.active, rows.length, 0)
-    lengths = jnp.where(rows.active, jnp.minimum(tokens.shape[1], rows.budget), 0)
-    return StepBatch(tokens, chunk_rows, starts, lengths, none, none)
+    counts = jnp.where(rows.active, jnp.minimum(tokens.shape[1], rows.budget), 0)
+    lengths = jnp.where(rows.active, rows.length + counts, 0)
+    return StepBatch.of_rows(_rolled(tokens, counts), lengths, counts)
+
+
+def hidden_of_tokens(hidden: jax.Array, counts: jax.Array) -> jax.Array:
+    """Hidden states [B * C, D] of a verification batch -> [B, C, D], a row's first token first."""
+    rows = counts.shape[0]
+    return _rolled(hidden.reshape(rows, -1, hidden.shape[1]), -counts)
+
+
+def _rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """x [B, C, ...], each row rolled so that its first `counts` entries are the last ones; or, negative, back."""
+    width = x.shape[1]
+    at = (jnp.arange(width) + counts[:, None]) % width
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 class Tally(NamedTuple):

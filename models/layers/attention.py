@@ -101,6 +101,8 @@ class Attention(nnx.Module):
         spec, unfit = self.spec, ""
         if math.prod(ctx.batch.chunk_tokens.shape) or ctx.shards.size(axes.POSITIONS) > 1:
             unfit = "prompt chunks or striped positions"
+        elif ctx.batch.decode_tokens.shape[1] > 1:
+            unfit = "several tokens of a row"
         elif ctx.prefixes is not None:
             unfit = "prefixes that rows share"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
@@ -261,7 +263,7 @@ class GroupedStep:
     @cached_property
     def row_options(self) -> AttentionOptions:
         """How the queries of decode rows weigh this device's positions."""
-        return self.options(self.stripe, self.ctx.batch.decode_lengths - 1)
+        return self.options(self.stripe, self.ctx.batch.decode_positions)
 
     def options(self, stripe: Stripe, positions: jax.Array) -> AttentionOptions:
         """How queries at these positions weigh the positions of a stripe. If the number of devices does not divide the
@@ -273,8 +275,11 @@ class GroupedStep:
 
     def choose_decode(self, cache: LayerCache) -> Choice:
         window, backend = self.row_options.window, self.ctx.backend.decode_attention
-        cells = cache.keys_and_values(pages=self.table(cache, self.stripe))
-        return decode_attention.choose(cells, window, backend)
+        table, (rows, count) = self.table(cache, self.stripe), self.ctx.batch.decode_tokens.shape
+        cells, q = cache.keys_and_values(pages=None if table is None else table[:rows]), None
+        if count > 1:  # else `program_set` has asked, and says so if it falls back
+            q = jax.ShapeDtypeStruct((rows, count, *self.queries.shape[1:]), self.queries.dtype)
+        return decode_attention.choose(cells, window, backend, q, new=self.spec.cache_of is None)
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
         cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
@@ -294,21 +299,24 @@ class GroupedStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe = self.ctx, self.stripe
-        queries, positions = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :], ctx.batch.decode_lengths - 1
+        ctx, stripe, (rows, count) = self.ctx, self.stripe, self.ctx.batch.decode_tokens.shape
+        shape = (rows, count) if count > 1 else (rows,)
+        queries = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :].reshape(*shape, *self.queries.shape[1:])
         limit, backend = limit_of(ctx, stripe), self.choose_decode(cache).name
-        table = self.table(cache, stripe)
+        table, last = self.table(cache, stripe), ctx.batch.decode_lengths - 1
         in_place = backend in decode_attention.IN_PLACE or table is not None
-        arrays = cache.arrays if in_place else cache.read(queries.shape[0], limit)
-        pages, lengths = None if table is None else table[: queries.shape[0]], stripe.number(positions) + 1
-        cells = cache.keys_and_values(arrays, limit, pages)
-        writes = None if new is None else NewCells(new, stripe.owns(positions) if self.striped else None)
+        arrays = cache.arrays if in_place else cache.read(rows, limit)
+        cells = cache.keys_and_values(arrays, limit, None if table is None else table[:rows])
+        lengths, written = stripe.number(last) + 1, ctx.batch.decode_counts
+        written = stripe.owns(last).astype(jnp.int32) if self.striped else written
+        writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
         options, how = self.row_options, {"new": writes, "backend": backend}
         if ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
             attended = cascade_attention.cascade_attention(queries, cells, lengths, options, ctx.prefixes, **how)
         else:
             attended = decode_attention.decode_attention(queries, cells, lengths, options, **how)
         out, lse, cells = attended
+        out, lse = out.reshape(-1, *out.shape[len(shape) :]), lse.reshape(-1, *lse.shape[len(shape) :])
         return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:

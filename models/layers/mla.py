@@ -76,7 +76,7 @@ class Mla(nnx.Module):
     def fuses(self, q: jax.Array, ctx: StepContext, cache: LayerCache) -> bool:
         """True if one kernel makes the step's decode queries and new cells from their projections."""
         spec = self.spec
-        if not spec.rotates or spec.temperature is not None or spec.latent_scale != 1.0 or ctx.batch.chunk_tokens.size:
+        if not spec.rotates or spec.temperature is not None or spec.latent_scale != 1.0 or not _alone(ctx):
             return False
         backend = choose_decode(spec, ctx, cache).name
         if backend not in mla_decode.WRITING:
@@ -123,6 +123,11 @@ class Mla(nnx.Module):
         return attend(step, step.plan(cache), new, cache)
 
 
+def _alone(ctx: StepContext) -> bool:
+    """True if a step is of decode rows of one token each."""
+    return not ctx.batch.chunk_tokens.size and ctx.batch.decode_tokens.shape[1] == 1
+
+
 def choose_decode(spec: MlaSpec, ctx: StepContext, cache: LayerCache) -> Choice:
     backend = ctx.backend.decode_attention
     return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
@@ -151,11 +156,23 @@ class LatentStep:
 
     def plan(self, cache: LayerCache) -> StepPlan:
         alone = cache.layer is None and self.ctx.shards.size(axes.POSITIONS) == 1
+        alone = alone and self.ctx.batch.decode_tokens.shape[1] == 1
         return StepPlan(
             self.stripe,
-            rows_write=alone and choose_decode(self.spec, self.ctx, cache).name in mla_decode.WRITING,
+            rows_write=alone and self.choose_decode(cache).name in mla_decode.WRITING,
             chunks_in_place=self.choose_prefill(cache).name in mla_prefill.IN_PLACE,
         )
+
+    def choose_decode(self, cache: LayerCache) -> Choice:
+        """The implementation for the step's decode rows."""
+        ctx, (rows, count) = self.ctx, self.ctx.batch.decode_tokens.shape
+        choice = choose_decode(self.spec, ctx, cache)
+        if count == 1 or choice.name == "xla":  # for one token, `program_set` has asked what follows
+            return choice
+        table = cache.table_of(ctx.table, limit_of(ctx, self.stripe))
+        q = rows, count, self.queries.shape[1], sum(cache.sizes)
+        cells = cache.latents(pages=None if table is None else table[:rows])
+        return mla_decode.choose_for(jax.ShapeDtypeStruct(q, self.queries.dtype), cells, choice.name)
 
     def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""
@@ -175,19 +192,22 @@ class LatentStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe = self.ctx, self.stripe
+        ctx, stripe, (rows, count) = self.ctx, self.stripe, self.ctx.batch.decode_tokens.shape
         lengths, limit = stripe.number(ctx.batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
-        backend = choose_decode(self.spec, ctx, cache).name
+        backend = self.choose_decode(cache).name
         table = cache.table_of(ctx.table, limit)
         in_place = backend in mla_decode.IN_PLACE or table is not None
-        arrays = cache.arrays if in_place else cache.read(lengths.shape[0], limit)
+        arrays = cache.arrays if in_place else cache.read(rows, limit)
         queries = self.absorbed or self.absorb(self.queries[math.prod(ctx.batch.chunk_tokens.shape) :])
         q, rotary = (widened(part, size) for part, size in zip(queries, cache.sizes, strict=True))
-        pages = None if table is None else table[: lengths.shape[0]]
+        if count > 1:
+            q, rotary = (x.reshape(rows, count, *x.shape[1:]) for x in (q, rotary))
+        pages = None if table is None else table[:rows]
         cells, writes = cache.latents(arrays, limit, pages), None if new is None else NewCells(new)
         out, lse, cells = mla_decode.mla_decode_attention(
             q, rotary, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
         )
+        out, lse = (x.reshape(rows * count, *x.shape[1 + (count > 1) :]) for x in (out, lse))
         attended = self.values(out[..., : self.spec.kv_rank])[:, :, None], lse[..., None]
         return attended, cache if new is None else replace(cache, arrays=cells.arrays)
 

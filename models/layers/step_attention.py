@@ -65,8 +65,8 @@ class LayerStep(Protocol):
         ...
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
-        """Attention of decode rows to this device's positions, out [B, K, G, h] and log-sum-exps, and the cache. new:
-        their cells, if they are to be written."""
+        """Attention of decode rows to this device's positions, out [B * N, K, G, h] and log-sum-exps, and the cache.
+        new: their cells [B * N, K, h], if they are to be written."""
         ...
 
 

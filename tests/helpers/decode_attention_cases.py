@@ -75,7 +75,8 @@ class Case:
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
     axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn". one: keys are values
-    too. tree: the new tokens are a random one. writes: their cells are passed in to be written, of all rows or of some.
+    too. tree: the new tokens are a random one. writes: their cells are passed in to be written: all, or so many of each
+    row, the last ones.
     """
 
     lengths: tuple[int, ...]
@@ -93,7 +94,7 @@ class Case:
     ring: bool = False
     one: bool = False
     tree: bool = False
-    writes: bool | tuple[bool, ...] = False
+    writes: bool | tuple[int, ...] = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, row: int, query: int) -> range:
@@ -151,16 +152,17 @@ class Case:
         names = ["k"] if self.one else ["k", "v"]
         shape = len(self.lengths), self.queries or 1, self.heads, self.size
         new = {name: np.full(shape, np.nan) for name in names}
-        written = np.broadcast_to(self.writes, shape[0])
+        counts = shape[1] if self.writes is True else self.writes
+        first = shape[1] - np.broadcast_to(counts, shape[0])
         for row, query, at in self._new(inputs):
-            for name, x in zip(names, cells, strict=False) if written[row] else ():
+            for name, x in zip(names, cells, strict=False) if query >= first[row] else ():
                 new[name][row, query] = x[at]
                 for stored in {name, f"{name}_scales"} & set(inputs):
                     stale = 77 if inputs[stored].dtype == jnp.int8 else jnp.nan
                     inputs[stored] = inputs[stored].at[(-1, *at) if self.layers else at].set(stale)
         inputs["new"] = [jnp.asarray(x if self.queries else x[:, 0], self.dtype) for x in new.values()]
         if not isinstance(self.writes, bool):
-            inputs["written"] = jnp.asarray(self.writes)
+            inputs["written"] = jnp.asarray(self.writes, jnp.int32)
 
     def static(self) -> dict[str, Any]:
         return {"scale": self.size**-0.5, **self.options} | ({"ring": True} if self.ring else {})

@@ -64,15 +64,15 @@ WRITING_CASES = {
         (0, 3, 63, 66, 100, 163), queries=5, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
     ),
     "several written to ends of blocks of some rows": Case(
-        (255, 257, 130, 511, 0), size=128, queries=4, slots=512, writes=(True, True, False, True, True)
+        (255, 257, 130, 511, 0), size=128, queries=4, slots=512, writes=(4, 3, 0, 1, 2)
     ),
     "a tree, keys that are values": Case((0, 2, 130), size=128, queries=5, tree=True, one=True, writes=True),
     "int8, written to some rows": Case(
-        (0, 1, 127, 250, 128, 129, 256), heads=1, stored="int8", writes=(True, True, True, False, True, True, True)
+        (0, 1, 127, 250, 128, 129, 256), heads=1, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1)
     ),
     "fp8, written in half precision": Case((0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True),
     "int8, several written to pages": Case(
-        (2, 129, 131, 300), queries=3, slots=128, columns=3, layers=2, stored="int8", writes=True
+        (2, 129, 131, 300), queries=3, slots=128, columns=3, layers=2, stored="int8", writes=(2, 3, 1, 2)
     ),
     "fp8, written to a ring": Case(
         (0, 1, 129, 500), heads=1, slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True

@@ -58,6 +58,12 @@ def test_equals_the_oracle(name):
     CASES[name].check(partial(one_query, RUN))
 
 
+@pytest.mark.parametrize("more", [{}, {"slots": 16, "columns": 4, "layers": 2}], ids=str)
+def test_several_queries_are_rows_of_their_own(more):
+    """Some before the first position, and some rows inactive."""
+    SMALL((0, 1, 3, 5, 18, 64), queries=4, **more).check(RUN)
+
+
 @pytest.mark.parametrize("backend", ["pallas_gpu", "xla"])
 @pytest.mark.parametrize("name", ["lengths", "two tiles of heads", "bfloat16", "pages", "pages of blocks, bfloat16"])
 def test_what_is_new_is_written(name, backend):
@@ -90,7 +96,6 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
     q, rotary = inputs.pop("q")[:, 0], inputs.pop("rotary")[:, 0]
     for argument, reason in (
         (dict(q=q.astype(jnp.bfloat16)), "queries and a cache of one of"),
-        (dict(q=q[:, None]), "one query of a row"),
         (dict(rotary=rotary[:, :1]), "do not match"),
         (dict(latents=inputs["latents"][..., :24]), "latents of 24 and rotary keys of 16"),
         (dict(layer=0), "writes to none"),

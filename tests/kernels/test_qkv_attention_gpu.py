@@ -281,7 +281,8 @@ def test_steps_and_caches_that_it_takes():
     assert taken(parallel="tp=2")
     assert not taken(parallel="cp=2")
     assert not taken(chosen="xla")
-    assert not taken(batch=StepBatch(TOKEN[None], *[TOKEN] * 5))
+    assert not taken(batch=StepBatch(TOKEN[None], *[TOKEN] * 3, TOKEN[None], TOKEN))
+    assert not taken(batch=StepBatch.of_rows(TOKEN.repeat(2)[None], TOKEN, TOKEN))
     assert not taken(SPEC, KEYS[None], KEYS[None], layer=jnp.int32(0))
     for cache in ((KEYS,), (KEYS, KEYS[..., 0]), (KEYS, KEYS, KEYS[..., 0], KEYS[..., 0])):
         assert not taken(SPEC, *cache)

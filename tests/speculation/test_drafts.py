@@ -14,7 +14,7 @@ from inferlib.engine.sequence import Sequence
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import planned_keys
 from inferlib.programs.row_state import RowState
-from inferlib.programs.verification import accepted, gathered, verification_batch
+from inferlib.programs.verification import accepted, gathered, hidden_of_tokens, verification_batch
 from inferlib.sampling.params import SamplingParams
 from inferlib.sampling.sampler import Sampled
 from inferlib.speculation.ngram import NgramDrafter
@@ -51,13 +51,16 @@ def rows_of(token, length, active, budget) -> RowState:
     return state._replace(**dict(zip(("token", "length", "active", "budget"), arrays, strict=True)))
 
 
-def test_a_chunk_of_each_row_is_as_long_as_its_budget():
+def test_rows_take_as_many_drafts_as_their_budget():
+    """Behind padding, with positions that end where a row may."""
     rows = rows_of([5, 6, 7], [3, 9, 2], [True, False, True], [9, 9, 2])
     batch = verification_batch(rows, jnp.array([[1, -1, 99], [1, 1, 1], [0, 1, -5]]), vocab=10)
-    assert batch.chunk_tokens.tolist() == [[5, 1, 0, 9], [6, 1, 1, 1], [7, 0, 1, 0]]
-    assert batch.chunk_rows.tolist() == [0, 4, 2]
-    assert batch.chunk_starts.tolist() == [3, 0, 2]
-    assert batch.chunk_lengths.tolist() == [4, 0, 2]
+    assert batch.decode_positions.tolist() == [[3, 4, 5, 6], [-1] * 4, [-1, -1, 2, 3]]
+    assert batch.decode_lengths.tolist() == [7, 0, 4]
+    tokens = batch.decode_tokens
+    assert [tokens[0].tolist(), tokens[2, 2:].tolist()] == [[5, 1, 0, 9], [7, 0]]
+    first = hidden_of_tokens(tokens.reshape(-1, 1), batch.decode_counts)[:, :, 0]
+    assert [first[0].tolist(), first[2, :2].tolist()] == [[5, 1, 0, 9], [7, 0]]
 
 
 def test_drafts_stand_up_to_the_first_that_was_not_sampled():

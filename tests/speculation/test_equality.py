@@ -12,6 +12,7 @@ import pytest
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.config import ConfigurationError
 from inferlib.engine.profit import Profit
+from inferlib.ops.backend import Backend
 from inferlib.outputs import RequestOutput
 from inferlib.programs.counter import compilations
 from inferlib.speculation.settings import Speculation
@@ -179,6 +180,30 @@ def test_kinds_of_layers(family, checkpoint):
         assert_same(run(llm, jobs), expected)
         assert llm.engine.stats.accepted_drafts
     assert max(shares) > 0  # cells that stay
+
+
+LATENTS = dict(kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=128, num_hidden_layers=1)
+WINDOWS = {"head_dim": 128, "num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
+TPU = {"platform": "tpu", "scan": True, "free_layouts": False, "backend": Backend(decode_attention="pallas_tpu")}
+GPU = {"scan": False, "backend": Backend(decode_attention="pallas_gpu", qkv_attention="pallas_gpu")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [("ministral", WINDOWS, TPU), ("minicpm3", LATENTS, GPU), ("llama", {"num_hidden_layers": 1}, GPU)],
+    ids=["tpu", "gpu latents", "gpu"],
+)
+def test_kernels_that_take_several_queries_of_a_row(family, sizes, options, checkpoint):
+    """Some rows end within a step, whose other cells are not written."""
+    path, buckets = checkpoint(family, **sizes), Buckets(prefill=(16,), batch=(2,), cache=(128,))
+    jobs = [(TRUNK[:20], dataclasses.replace(GREEDY, max_tokens=count)) for count in (9, 11)]
+    expected = run(build_llm(path, buckets, **options), jobs)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
+    llm = build_llm(path, buckets, decode_steps=2, speculation=speculation, **options)
+    assert llm.engine.programs.config.backend == options["backend"]
+    assert_same(run(llm, jobs), expected)
+    assert llm.engine.stats.accepted_drafts
 
 
 @pytest.mark.slow

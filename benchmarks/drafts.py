@@ -1,0 +1,117 @@
+"""Decode steps that verify drafts beside those of one token a row: ms per step, and tokens/s if drafts stand so often.
+
+    python benchmarks/drafts.py --config llama3-8b --batch 1,16,64 --tokens 1,2,4,8 --cache 2048 --acceptance 0.8
+
+A shape from configs/ with random weights, whose final norm is zero: every logit is zero, and every row generates token
+0 for ever. A drafter of this benchmark drafts it with the probability --acceptance, so that its drafts stand as often
+as those of a real one, at no cost. --tokens: C, of which C - 1 are drafts; with 1 there is no speculation. A row begins
+with so many tokens that it has --cache in the end, and generates --generate. "step" is what a step takes, "of one"
+relative to the first C; "gain" is tokens/s relative to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from decode import engine_config, occupy
+from rich.console import Console
+from rich.table import Table
+
+from inferlib import configs
+from inferlib.engine.engine import Engine, EngineStats
+from inferlib.engine.profit import Profit
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.families import config_from_hf
+from inferlib.sharding.shards import Shards
+from inferlib.speculation.settings import Speculation
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Drafts token 0, which is right, with a probability, and 1 otherwise."""
+
+    acceptance: float
+
+    def propose(self, history: jax.Array, lengths: jax.Array, count: int) -> jax.Array:
+        """See `inferlib.speculation.settings.Drafter`."""
+        row, at = jnp.arange(lengths.size)[:, None], lengths[:, None] + jnp.arange(count)
+        keys = jax.vmap(jax.vmap(lambda row, at: jax.random.fold_in(jax.random.key(row), at)))
+        drawn = jax.vmap(jax.vmap(jax.random.uniform))(keys(jnp.broadcast_to(row, at.shape), at))
+        return (drawn >= self.acceptance).astype(jnp.int32)
+
+
+class Always(Profit):
+    """Each dispatch drafts as many tokens as it may."""
+
+    def choose(self, *_: Any) -> int:
+        return self.counts[-1]
+
+
+def constant(model: AbstractModel, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """The weights with a final norm that makes every hidden state zero."""
+    none = -1.0 if model.config.norm.unit_offset else 0.0
+    names = [spec.name for spec in model.specs]
+    number = names.index("final_norm.weight")
+    return (*weights[:number], jnp.full_like(weights[number], none), *weights[number + 1 :])
+
+
+def measure(model: AbstractModel, weights: Sequence[Any], config: Any, tokens: int) -> tuple[float, float, float]:
+    """Milliseconds of a step, tokens that a row gets of one, and tokens/s of all rows. tokens: of a row."""
+    engine = Engine(model, weights, config)
+    if config.speculation is not None:
+        engine.scheduler.profit = Always(config.speculation, config.platform)
+    occupy(engine, config.max_len - tokens - 1)
+    for _ in range(3):  # compiles
+        engine.advance()
+    engine.stats, start = EngineStats(), time.perf_counter()
+    # The end, where rows have no room for a whole dispatch, does not count.
+    last = config.max_len - 2 * config.decode_steps * (
+        1 if config.speculation is None else config.speculation.tokens + 1
+    )
+    while engine.busy and max((s.length for s in engine.scheduler.running.values()), default=last) < last:
+        engine.advance()
+    seconds, stats = time.perf_counter() - start, engine.stats
+    steps = (stats.generated_tokens - stats.accepted_drafts) / config.max_batch
+    return 1e3 * seconds / steps, stats.generated_tokens / steps / config.max_batch, stats.generated_tokens / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=configs.names(), default="llama3-8b")
+    parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--tokens", default="1,2,4,8", help="of a row in a step")
+    parser.add_argument("--cache", type=int, default=2048)
+    parser.add_argument("--generate", type=int, default=512, help="tokens of each row")
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    parser.add_argument("--backend", default="auto")
+    args = parser.parse_args()
+    batches, counts = ([int(n) for n in text.split(",")] for text in (args.batch, args.tokens))
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    shape = config_from_hf(configs.load(args.config))
+    first = engine_config(shape, batches[0], args.cache, Shards(), args.backend)
+    model = abstract_model(shape, dtype, backend=first.backend, scan=first.scan)
+    weights = constant(model, model.random_weights())
+    title = (
+        f"{args.config}, {dtype}, {jax.devices()[0].device_kind}, cache {args.cache}, acceptance {args.acceptance:g}"
+    )
+    table = Table("batch", "C", "step (ms)", "of one", "tokens a step", "tokens/s", "gain", title=title)
+    for batch in batches:
+        config, base = engine_config(shape, batch, args.cache, Shards(), args.backend), None
+        for count in counts:
+            speculation = Speculation(Guesses(args.acceptance), tokens=count - 1) if count > 1 else None
+            step, each, rate = measure(model, weights, replace(config, speculation=speculation), args.generate)
+            base = base or (step, rate)
+            relative = f"{step / base[0]:.2f}x", f"{each:.2f}", f"{rate:.0f}", f"{rate / base[1]:.2f}x"
+            table.add_row(str(batch), str(count), f"{step:.3f}", *relative)
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()
