@@ -69,9 +69,12 @@ class Check:
 
 
 def candidates(ranking: Ranking, count: int) -> list[Option]:
-    """The best plan of each of the `count` best meshes. Raises CompileError for a target without the TPU compiler."""
+    """The best plan of each of the `count` best meshes. Raises CompileError for a target without the TPU compiler, and
+    for plans with drafts."""
     if ranking.target.platform != "tpu":
         raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
+    if any(option.drafts for option in ranking.options):
+        raise CompileError("plans with drafts are not verified: leave out speculation, or compile the plan with it")
     check_compiler(ranking.target)
     by_mesh: dict[str, Option] = {}
     for option in ranking.options:

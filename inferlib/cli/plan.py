@@ -23,6 +23,12 @@ class WorkloadArguments:
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64
     slo: Annotated[str, typer.Option(help="Limits in seconds that must hold, such as ttft=0.5,itl=0.02.")] = ""
+    speculation: Annotated[
+        str | None, typer.Option(help="Drafts that a step may verify, such as ngram:3; each plan takes as many as pay.")
+    ] = None
+    acceptance: Annotated[
+        float | None, typer.Option(help="With --speculation: the share of drafts that stand, such as 0.7.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +78,13 @@ def plan(
     """
     shape.check()
     check_output_file("--plot", output.plot)
-    from inferlib.deploy.plan import Workload
+    from inferlib.deploy.plan import Drafts, Workload
     from inferlib.deploy.plan import plan as rank
     from inferlib.planning.simulator import mean_workload
 
     with user_errors():
-        trace.check(verify=output.verify, plot=output.plot)
+        trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation)
+        drafts = Drafts.of(work.speculation, work.acceptance)
         offers = trace.offers() if trace.trace else None
         if offers is None:
             workload = Workload(work.input_len, work.output_len, work.concurrency)
@@ -90,6 +97,7 @@ def plan(
             slo=work.slo,
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
+            drafts=drafts,
         )
         if offers is not None:
             facts = {"model": shape.name, "target": result.target.name} | simulated(result.ranking, offers, trace)

@@ -16,6 +16,7 @@ from inferlib.deploy import plan_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.inspection.outcome import Outcome
 from inferlib.planning import planner
+from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import Option, PlanError, Ranking, Slo, Workload
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -25,7 +26,7 @@ from inferlib.targets import Target, parse_target
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PlanResult", "Slo", "Workload", "plan"]
+__all__ = ["Drafts", "PlanResult", "Slo", "Workload", "plan"]
 
 
 def plan(
@@ -37,6 +38,7 @@ def plan(
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
     revision: str | None = None,
+    drafts: Drafts | None = None,
 ) -> PlanResult:
     """Rank meshes, presets, weight formats and batch sizes for a workload, by an analytical cost model.
 
@@ -52,6 +54,8 @@ def plan(
         is shipped, or "none,int8".
     kv_cache_dtype: "int8" or "fp8"; by default bfloat16.
     revision: branch, tag or commit of a model of the hub.
+    drafts: of speculative decoding, such as `Drafts(Speculation("ngram", 7), acceptance=0.7)`; each plan takes as many
+        as pay.
 
     Raises PlanError if nothing fits, saying what would; TargetError, CheckpointError, ConfigError or
     ConfigurationError for input that is wrong.
@@ -63,23 +67,28 @@ def plan(
             raise ConfigurationError(f"{name} must be text, got {brief(value)}")
     if not isinstance(slo, str | Slo | None):
         raise PlanError(f"slo must be text such as 'ttft=0.5,itl=0.02', got {brief(slo)}")
+    if not isinstance(drafts, Drafts | None):
+        raise ConfigurationError(f"drafts must be Drafts(speculation, acceptance), got {brief(drafts)}")
     check_kv_cache_dtype(kv_cache_dtype)
     goal = slo if isinstance(slo, Slo) else Slo.parse(slo or "")
     slice_ = parse_target(target)
     source = model_source(model, revision, files=False)
     formats = planner.formats(source.shipped, quantization)
-    return PlanResult(source, planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype))
+    ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts)
+    return PlanResult(source, ranking, drafts)
 
 
 @dataclass(frozen=True, repr=False)
 class PlanResult(Tables):
     """The plans that fit, best first; `print` it, or show it in a notebook.
 
-    source: the model. ranking: every option by the cost model. checks: what `verify` compiled.
+    source: the model. ranking: every option by the cost model. drafts: what was taken for granted of speculation.
+    checks: what `verify` compiled.
     """
 
     source: ModelSource
     ranking: Ranking
+    drafts: Drafts | None = None
     checks: tuple[Check, ...] = ()
 
     @property
@@ -135,7 +144,7 @@ class PlanResult(Tables):
         """The result with the best plan of each of the best `meshes` compiled by the TPU compiler, without a TPU.
 
         started, done: called with a program's name before and after it compiles. Raises CompileError for a target that
-        is no TPU slice, or without the compiler.
+        is no TPU slice, without the compiler, or for plans with drafts.
         """
         checks = verify(
             self.source.hf,
@@ -165,6 +174,11 @@ class PlanResult(Tables):
             "target": ranking.target.name,
             "workload": vars(ranking.workload),
             "slo": vars(ranking.slo),
+            "speculation": self.drafts
+            and {
+                "method": str(self.drafts.speculation),
+                "acceptance": self.drafts.acceptance,
+            },
             "meets_slo": self.meets_slo,
             "best": ranking.best.facts(),
             "frontier": [option.facts() for option in ranking.frontier],
@@ -176,9 +190,9 @@ class PlanResult(Tables):
     def parts(self, top: int = 8) -> Sequence[Part]:
         """top: rows of the table of plans."""
         ranking, again = self.ranking, self.verified
-        parts: list[Part] = [escape(plan_text.title(ranking, self.source.name))]
+        parts: list[Part] = [escape(plan_text.title(ranking, self.source.name) + plan_text.drafted(self.drafts))]
         parts += [plan_text.ranked(ranking, top), plan_text.frontier(ranking.frontier)]
-        parts += [*plan_text.best_lines(ranking), plan_text.NOTE]
+        parts += [*plan_text.best_lines(ranking, self.drafts), plan_text.NOTE]
         parts += [plan_text.compared(self.checks)] if self.checks else []
         parts += map(escape, plan_text.remarks(self.checks))
         parts += ["With the compiler's times:", *plan_text.best_lines(again)] if again is not None else []

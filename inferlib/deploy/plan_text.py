@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from inferlib.aot.verify import Check
+from inferlib.planning.drafts import Drafts
 from inferlib.planning.network import ATTAINED
 from inferlib.planning.planner import Option, Ranking
 
@@ -33,7 +35,12 @@ def title(ranking: Ranking, model: str) -> str:
     )
 
 
-def best_lines(ranking: Ranking) -> list[str]:
+def drafted(drafts: Drafts | None) -> str:
+    """What a plan takes for granted of speculation, behind its title."""
+    return "" if drafts is None else f"; {drafts.speculation}, {drafts.acceptance:.0%} of the drafts stand"
+
+
+def best_lines(ranking: Ranking, drafts: Drafts | None = None) -> list[str]:
     """The best plan as lines, and whether it meets the SLO."""
     best, cache_dtype = ranking.best, ranking.best.deployed.kv_cache_dtype
     missed = [] if ranking.meets else [f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:"]
@@ -41,7 +48,8 @@ def best_lines(ranking: Ranking) -> list[str]:
         *missed,
         f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} "
         f"--max-len {ranking.workload.max_len}"
-        f"{f' --kv-cache-dtype {cache_dtype}' if cache_dtype else ''}, "
+        f"{f' --kv-cache-dtype {cache_dtype}' if cache_dtype else ''}"
+        f"{f' --speculation {replace(drafts.speculation, tokens=best.drafts)}' if drafts and best.drafts else ''}, "
         f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s. The cache can hold {best.pool_tokens:,} tokens.",
     ]
@@ -86,7 +94,19 @@ def ranked(ranking: Ranking, top: int) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for title in ("parallel", "weights"):
         table.add_column(title, no_wrap=True)
-    for title in ("batch", "TTFT", "ITL", "step", "floor", "tokens/s", "per chip", "HBM", "of it"):
+    drafts = any(option.drafts for option in ranking.options)
+    for title in (
+        "batch",
+        "TTFT",
+        "ITL",
+        "step",
+        *["drafts"] * drafts,
+        "floor",
+        "tokens/s",
+        "per chip",
+        "HBM",
+        "of it",
+    ):
         table.add_column(title, justify="right")
     table.add_column("bound by")
     seen: dict[tuple[str, str], Option] = {}
@@ -99,7 +119,8 @@ def ranked(ranking: Ranking, top: int) -> Table:
             str(option.batch),
             _ms(option.ttft),
             _ms(option.itl),
-            _ms(option.decode.seconds),
+            _ms(option.step),
+            *[str(option.drafts)] * drafts,
             _ms(option.decode.floor),
             f"{option.throughput:,.0f}",
             f"{option.per_chip:,.0f}",

@@ -147,6 +147,11 @@ class Memory:
     def total(self) -> int:
         return self.weights + self.cache + self.state + self.temporaries
 
+    def plus(self, other: Memory) -> Memory:
+        """With a model beside it that shares the rows' state; their temporaries follow each other."""
+        temporaries = max(self.temporaries, other.temporaries)
+        return Memory(self.weights + other.weights, self.cache + other.cache, self.state, temporaries)
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -301,14 +306,18 @@ class Deployed:
         """The number of devices whose tokens a matrix multiplies."""
         return self.shards.mlp_row_shards if matrix.in_mlp else 1
 
-    def decode(self, rows: int, live: float, mode: Mode = "greedy", longest: int | None = None) -> Work:
+    def decode(
+        self, rows: int, live: float, mode: Mode = "greedy", longest: int | None = None, drafts: int = 0
+    ) -> Work:
         """A decode step of `rows` rows of each replica, `live` positions of each in the cache.
 
-        longest: positions that the program has room for, by default as many. Collectives are those of a greedy step.
+        longest: positions that the program has room for, by default as many. drafts: of each row, which the step
+        verifies; what makes them is not counted. Collectives are those of a greedy step.
         """
-        key = ProgramKey(mode, rows, limit=1, steps=8)
+        key = ProgramKey(mode, rows, limit=1, steps=8, drafts=drafts)
         longest = math.ceil(live) if longest is None else longest
-        return self._work(key, rows, (Queries(rows, rows, live, live, decode=True, longest=longest),))
+        queries = Queries(key.decoded, rows, live, live, decode=True, longest=longest)
+        return self._work(key, key.decoded, (queries,))
 
     def prefill(self, chunk: int, start: float) -> Work:
         """A chunk of `chunk` prompt tokens of one row of each replica, the first at position `start`."""
@@ -372,7 +381,7 @@ class Deployed:
         kv_heads = block.heads * spec.kv_heads // spec.heads
         longest = min(q.longest, spec.reach or q.longest)
         count = shares(q.rows * kv_heads, spec.head_dim, longest)
-        return 2.0 * 4.0 * block.layers * q.rows * block.heads * (spec.head_dim + 1) * count * (count > 1)
+        return 2.0 * 4.0 * block.layers * q.tokens * block.heads * (spec.head_dim + 1) * count * (count > 1)
 
     def _logits(self, mode: Mode, rows: float) -> float:
         """Bytes of the passes over the logits of a step that samples for so many rows."""

@@ -12,6 +12,7 @@ from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
+from inferlib.planning.drafts import Drafts
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import CHIPS, Target, TargetError, parse_target, target_names
@@ -42,6 +43,11 @@ class Workload:
     @property
     def max_len(self) -> int:
         return self.input_len + self.output_len
+
+    @property
+    def middle(self) -> float:
+        """Positions of a row in the cache half way through its answer."""
+        return self.input_len + self.output_len / 2
 
     @property
     def chunk(self) -> int:
@@ -82,7 +88,8 @@ class Option:
     """One way to serve a workload, with `batch` rows over all replicas.
 
     decode: time of a decode step, with the cache half way through the answers. prefill: seconds for one prompt. Prompts
-    are prefilled between decode steps, so every token waits for its share of them.
+    are prefilled between decode steps, so every token waits for its share of them. drafts: tokens that each step
+    drafts; drafting: seconds that a draft model takes for them; tokens: what a row gets of a step.
     """
 
     deployed: Deployed
@@ -91,6 +98,9 @@ class Option:
     memory: Memory
     decode: StepTime
     prefill: float
+    drafts: int = 0
+    drafting: float = 0.0
+    tokens: float = 1.0
 
     def slower(self, decode: float = 1.0, prefill: float = 1.0) -> Option:
         """The option with these factors on its times."""
@@ -103,10 +113,15 @@ class Option:
         return min(self.batch, self.workload.concurrency)
 
     @property
+    def step(self) -> float:
+        """Seconds of a decode step and of its drafts."""
+        return self.decode.seconds + self.drafting
+
+    @property
     def _cycle(self) -> float:
         """Seconds to answer a full batch."""
         rows = -(-self.active // self.deployed.replicas)
-        return self.workload.output_len * self.decode.seconds + rows * self.prefill
+        return self.workload.output_len / self.tokens * self.step + rows * self.prefill
 
     @property
     def itl(self) -> float:
@@ -116,7 +131,7 @@ class Option:
     def ttft(self) -> float:
         """Time to first token: the wait for a row, the decode step that is running, and the prompt itself."""
         wait = (self.workload.concurrency / self.active - 1) * self._cycle
-        return wait + self.decode.seconds + self.prefill
+        return wait + self.step + self.prefill
 
     @property
     def throughput(self) -> float:
@@ -152,6 +167,9 @@ class Option:
             "itl": self.itl,
             "tokens_per_second": self.throughput,
             "tokens_per_second_per_chip": self.per_chip,
+            "drafts": self.drafts,
+            "tokens_per_step": self.tokens,
+            "drafting": self.drafting,
             "decode": vars(self.decode) | {"bound": self.decode.bound},
             "bytes": vars(self.memory) | {"total": self.memory.total, "over": self.over},
         }
@@ -212,8 +230,10 @@ def rank(
     slo: Slo = Slo(),
     quantizations: Sequence[Quantization | None] = USUAL,
     kv_cache_dtype: str | None = None,
+    drafts: Drafts | None = None,
 ) -> Ranking:
-    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`.
+    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`. drafts: of speculative
+    decoding, of which each option takes as many as give most tokens for their time.
 
     Raises PlanError if nothing fits (the message says what is missing and what would work) or if the workload exceeds
     the model's context; TargetError for a target without published figures.
@@ -229,7 +249,7 @@ def rank(
         for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
         if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype))
-        for option in _options(deployed, workload)
+        for option in _options(deployed, workload, drafts)
     ]
     options = [o for o in every if o.over <= 0]
     if not options:
@@ -308,16 +328,42 @@ def _batches(concurrency: int, replicas: int) -> list[int]:
     return [n * replicas for n in (*rows, most)]
 
 
-def _options(deployed: Deployed, workload: Workload) -> Iterator[Option]:
+def _options(deployed: Deployed, workload: Workload, drafts: Drafts | None) -> Iterator[Option]:
     """The options of a deployment, one for each batch size."""
     chunk = workload.chunk
-    chunks = -(-workload.input_len // chunk)
-    middle = step_time(deployed.prefill(chunk, chunk * (chunks - 1) / 2), deployed.network)
+    prefill = _prefill(deployed, workload)
     for batch in _batches(workload.concurrency, deployed.replicas):
         rows = -(-min(batch, workload.concurrency) // deployed.replicas)
-        decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
+        decode = step_time(deployed.decode(rows, workload.middle), deployed.network)
         memory = deployed.memory(batch, workload.max_len, chunk)
-        yield Option(deployed, workload, batch, memory, decode, chunks * middle.seconds)
+        option = Option(deployed, workload, batch, memory, decode, prefill)
+        if drafts is not None:
+            drafted = [o for o in _drafted(option, rows, drafts) if o.over <= max(option.over, 0)]
+            option = max(drafted, key=lambda o: o.throughput)
+        yield option
+
+
+def _prefill(deployed: Deployed, workload: Workload) -> float:
+    """Seconds for one prompt."""
+    chunks = -(-workload.input_len // workload.chunk)
+    middle = deployed.prefill(workload.chunk, workload.chunk * (chunks - 1) / 2)
+    return chunks * step_time(middle, deployed.network).seconds
+
+
+def _drafted(option: Option, rows: int, drafts: Drafts) -> Iterator[Option]:
+    """The option with each number of drafts that a step may have, and without a draft model if none are best."""
+    yield option
+    deployed, workload, each = option.deployed, option.workload, 0.0
+    if drafts.model is not None:
+        drafting = replace(deployed, config=drafts.model)
+        if not (_divides(drafts.model, deployed.parallel) and _keeps_groups(drafting)):
+            return
+        each = step_time(drafting.decode(rows, workload.middle), deployed.network).seconds
+        memory = option.memory.plus(drafting.memory(option.batch, workload.max_len, workload.chunk))
+        option = replace(option, memory=memory, prefill=option.prefill + _prefill(drafting, workload))
+    for count in drafts.speculation.counts:
+        step = step_time(deployed.decode(rows, workload.middle, drafts=count), deployed.network)
+        yield replace(option, decode=step, drafts=count, drafting=count * each, tokens=drafts.tokens(count))
 
 
 def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:

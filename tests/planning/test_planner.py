@@ -18,8 +18,10 @@ from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import USUAL, PlanError, Slo, Workload, formats, rank
 from inferlib.planning.plans import Plan, load_plan
+from inferlib.speculation.settings import Speculation
 from inferlib.targets import TargetError, parse_target
 
 
@@ -120,6 +122,44 @@ def test_errors():
             Slo.parse(text)
 
 
+# ---- drafts
+
+
+def drafts(tokens: int, acceptance: float, model: str | None = None) -> Drafts:
+    return Drafts(Speculation(tokens=tokens), acceptance, model and config_from_hf(configs.load(model)))
+
+
+def test_as_many_drafts_as_pay():
+    """Many for one request, none where each token takes its time, and none that never stand."""
+    without, drafted, never = (
+        ranking("llama3-8b", "cuda:h200", Workload(1024, 256, 1), quantizations=(None,), drafts=it).best
+        for it in (None, drafts(7, 0.8), drafts(7, 0.0))
+    )
+    assert (without.drafts, drafted.drafts, never.drafts) == (0, 7, 0)
+    assert drafted.tokens == pytest.approx((1 - 0.8**8) / 0.2)
+    assert without.decode.seconds < drafted.decode.seconds < 1.1 * without.decode.seconds
+    assert drafted.itl == pytest.approx(drafted.step / drafted.tokens + drafted.prefill / 256)
+    assert never == without
+    full = [ranking("llama3-8b", "cuda:h200", Workload(128, 256, 512), drafts=it) for it in (None, drafts(7, 0.5))]
+    assert full[1].best.drafts == 0
+    assert full[1].best.throughput == full[0].best.throughput
+
+
+def test_a_draft_model_takes_time_and_memory():
+    free, model = (
+        ranking("llama3-70b", "v6e-8", Workload(1024, 256, 1), drafts=drafts(3, 0.9, name)).best
+        for name in (None, "llama3-1b")
+    )
+    assert free.drafting == 0.0
+    assert 0 < model.drafting < model.decode.seconds
+    assert model.memory.weights > free.memory.weights
+    assert model.memory.cache > free.memory.cache
+    assert model.prefill > free.prefill
+    assert model.throughput < free.throughput
+    # A chip that has room for the model alone drafts nothing.
+    assert ranking("llama3-8b", "v6e-1", Workload(1024, 256, 1), drafts=drafts(3, 0.9, "llama3-8b")).best.drafts == 0
+
+
 # ---- the command
 
 
@@ -140,6 +180,9 @@ def test_command(tmp_path):
     assert facts["best"] == facts["options"][0]
     assert facts["workload"] == {"input_len": 512, "output_len": 256, "concurrency": 16}
     assert facts["best"]["bytes"]["total"] < 15.75 * 1024**3
+    screen = run(*arguments, "--speculation", "ngram:3", "--acceptance", "0.8")
+    assert "80% of the drafts stand" in screen.output
+    assert "--speculation ngram:3" in screen.output
 
 
 @pytest.mark.parametrize(
@@ -171,6 +214,12 @@ def test_plans_start_from_how_a_model_is_shipped(name, target, weights):
         (("--config", "llama3-405b", "--target", "v5e-8"), "what would do: v5e-64"),
         (("--config", "llama3-8b", "--target", "v5e-8", "--plot", "nowhere/x.png"), "nowhere/x.png"),
         (("--config", "llama3-8b", "--target", "v5e-8", "--plot", "x.doc"), "doc"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--speculation", "ngram:3"), "needs acceptance"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--acceptance", "0.5"), "give speculation too"),
+        (
+            ("--config", "llama3-8b", "--target", "v5e-8", "--speculation", "ngram:3", "--acceptance", "1.5"),
+            "a share of drafts from 0 to 1",
+        ),
     ],
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch):
