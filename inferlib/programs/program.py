@@ -369,11 +369,11 @@ class _Maker:
 
     def draft_logits(self, weights, cache, rows: RowState, drafts: jax.Array, mailboxes: Mailboxes | None):
         """The same with logits [B, C, V] after each row's last token and after each of its drafts [B, C - 1]."""
-        batch = verification_batch(rows, drafts, self.model.config.vocab)
+        batch, counts = verification_batch(rows, drafts, self.model.config.vocab)
         counted = (batch.decode_positions >= 0) & self.counted_rows(rows)[:, None]
         more = rows.pages, counted.reshape(-1), mailboxes
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
-        hidden = hidden_of_tokens(hidden, batch.decode_counts)
+        hidden = hidden_of_tokens(hidden, counts)
         logits = self.logits(decoder, hidden.reshape(-1, hidden.shape[-1]))
         return cache, logits.reshape(*hidden.shape[:2], -1), mailboxes, load
 

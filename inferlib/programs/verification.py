@@ -29,12 +29,12 @@ def drafts_of(drafter: Drafter, rows: RowState, count: int) -> jax.Array:
     return drafter.propose(rows.history, rows.length + 1, count)
 
 
-def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> StepBatch:
-    """Each row's last token and its drafts, as many as it may still generate: no cell is written beyond its pages."""
+def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> tuple[StepBatch, jax.Array]:
+    """Each row's last token and its drafts, as many as it may still generate [B]: no cell lies beyond its pages."""
     tokens = jnp.concatenate([rows.token[:, None], jnp.clip(drafts, 0, vocab - 1)], axis=1)
     counts = jnp.where(rows.active, jnp.minimum(tokens.shape[1], rows.budget), 0)
     lengths = jnp.where(rows.active, rows.length + counts, 0)
-    return StepBatch.of_rows(_rolled(tokens, counts), lengths, counts)
+    return StepBatch.of_rows(_rolled(tokens, counts), lengths, counts), counts
 
 
 def hidden_of_tokens(hidden: jax.Array, counts: jax.Array) -> jax.Array:

@@ -54,12 +54,12 @@ def rows_of(token, length, active, budget) -> RowState:
 def test_rows_take_as_many_drafts_as_their_budget():
     """Behind padding, with positions that end where a row may."""
     rows = rows_of([5, 6, 7], [3, 9, 2], [True, False, True], [9, 9, 2])
-    batch = verification_batch(rows, jnp.array([[1, -1, 99], [1, 1, 1], [0, 1, -5]]), vocab=10)
+    batch, counts = verification_batch(rows, jnp.array([[1, -1, 99], [1, 1, 1], [0, 1, -5]]), vocab=10)
     assert batch.decode_positions.tolist() == [[3, 4, 5, 6], [-1] * 4, [-1, -1, 2, 3]]
     assert batch.decode_lengths.tolist() == [7, 0, 4]
     tokens = batch.decode_tokens
     assert [tokens[0].tolist(), tokens[2, 2:].tolist()] == [[5, 1, 0, 9], [7, 0]]
-    first = hidden_of_tokens(tokens.reshape(-1, 1), batch.decode_counts)[:, :, 0]
+    first = hidden_of_tokens(tokens.reshape(-1, 1), counts)[:, :, 0]
     assert [first[0].tolist(), first[2, :2].tolist()] == [[5, 1, 0, 9], [7, 0]]
 
 
