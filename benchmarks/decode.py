@@ -114,9 +114,10 @@ def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Q
 
 
 def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
-    """The engine's defaults on the devices of this machine."""
-    device = jax.devices()[0]
-    return EngineConfig.make(DeviceKind.of(device), batch, cache, None, shards, model, backend=backend)
+    """The engine's defaults on the devices of this machine, without prefix caching: `occupy`'s rows have no prompt."""
+    kind = DeviceKind.of(jax.devices()[0])
+    config = EngineConfig.make(kind, batch, cache, None, shards, model, backend=backend)
+    return replace(config, prefix_caching=False)
 
 
 def measure(

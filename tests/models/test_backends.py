@@ -27,6 +27,7 @@ from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
+from tests.helpers.engines import smallest_model
 from tests.helpers.kernels import kernels_in
 from tests.helpers.llms import MAX_LEN, assert_decoded, assert_greedy, build_llm, random_prompts, reference
 from tests.helpers.tpu_models import EXPERTS, TINY
@@ -226,6 +227,12 @@ def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         {"compile.py": compile_benchmark, "decode.py": decode_benchmark}[program].main()
     assert f"{program}: error: backend 'pallas' is neither 'auto' nor 'xla'" in capsys.readouterr().err
+
+
+def test_decode_is_measured_up_to_the_end_of_the_rows():
+    model = smallest_model()
+    row = decode_benchmark.measure(model, model.random_weights(), batch=2, cache=64, steps=32, shards=Shards())
+    assert row["ms"] > 0 and row["gb_per_second"] > 0
 
 
 def test_options_that_do_not_hold_are_refused(checkpoint):
