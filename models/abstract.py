@@ -6,7 +6,7 @@ Loading, random initialisation, budgets and compilation all derive from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -154,6 +154,10 @@ class AbstractModel:
 
     def merge(self, weights: Sequence[jax.Array]) -> Decoder:
         """The decoder over these weights; call it inside a traced function."""
+        return self.module(weights)
+
+    def module(self, weights: Sequence[jax.Array]) -> Any:
+        """The module over these weights, of the class that the structure was made of."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights))
 
     def blocks(self) -> tuple[range, ...]:
@@ -227,8 +231,23 @@ def abstract_model(
     expert_slots: see `Layout`. Raises ShardingError if the mesh would cut a group of elements that share a scale.
     """
     segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards, expert_slots)
-    model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))
-    graph, state = nnx.split(model)
+    build = lambda: Decoder(layout, segments, jnp.dtype(dtype))  # noqa: E731
+    return abstract_module(build, layout, segments, dtype, quantization=quantization, backend=backend)
+
+
+def abstract_module(
+    build: Callable[[], nnx.Module],
+    layout: Layout,
+    segments: tuple[Segment, ...],
+    dtype,
+    *,
+    quantization: Quantization | None = None,
+    backend: Backend = Backend(),  # noqa: B008
+) -> AbstractModel:
+    """The structure of the module that `build` makes, whose layers are in a list `blocks` as the segments say; see
+    `abstract_model`."""
+    shards = layout.shards
+    graph, state = nnx.split(nnx.eval_shape(build))
     params, tree = jax.tree.flatten(state, is_leaf=lambda p: isinstance(p, nnx.Param))
     paths = [path for path, _ in nnx.to_flat_state(state)]
     if [p.shape for p in params] != [leaf.shape for leaf in jax.tree.leaves(state)] or len(paths) != len(params):

@@ -73,7 +73,8 @@ class StepContext:
     cache is page r. run (static): no such run of a chunk's tokens from its first on spans two pages; None: no chunk
     does. limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
-    are. prefixes: what decode rows share, if that is to be read once.
+    are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): the hidden states after
+    so many layers each are returned too, see `Decoder`.
     """
 
     batch: StepBatch
@@ -86,6 +87,7 @@ class StepContext:
     table: jax.Array | None = None
     run: int | None = None
     prefixes: SharedPrefixes | None = None
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

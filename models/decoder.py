@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, kind_of_block, sums_feed_norms
+from inferlib.models.config import ConfigError
 from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
@@ -25,6 +27,21 @@ from inferlib.ops.matmul import decode_sized, matmul
 from inferlib.ops.residual_norm import Mailboxes, choose
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+
+
+class Forward(NamedTuple):
+    """What a pass over T tokens gives.
+
+    hidden [T, D]: the last hidden states, before the final norm. cache: one `LayerCache` per block. mailboxes: see
+    `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with experts, if it is counted.
+    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any.
+    """
+
+    hidden: jax.Array
+    cache: tuple[LayerCache, ...]
+    mailboxes: Mailboxes | None
+    load: jax.Array | None
+    features: jax.Array | None
 
 
 class Decoder(nnx.Module):
@@ -56,15 +73,13 @@ class Decoder(nnx.Module):
         if config.head_bias:
             self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 
-    def __call__(
-        self, ctx: StepContext, cache: tuple[LayerCache, ...], mailboxes: Mailboxes | None = None
-    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None, jax.Array | None]:
+    def __call__(self, ctx: StepContext, cache: tuple[LayerCache, ...], mailboxes: Mailboxes | None = None) -> Forward:
         """Run the step's tokens.
 
-        Returns the last hidden states [T, D], the cache (one `LayerCache` per block), the mailboxes, and the number of
-        tokens that chose each expert [L, E] of the layers with experts, if it is counted. mailboxes: for kernels that
-        also sum over devices; they need `sums_feed_norms` and unrolled layers.
+        mailboxes: for kernels that also sum over devices; they need `sums_feed_norms` and unrolled layers, and leave no
+        sums from which features could be taken.
         """
+        self.must_have(ctx.feature_layers, mailboxes)
         # Computed now: values that are cached inside a scan's body do not outlive it.
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
         x, inputs = self.embedding(ctx), None
@@ -74,21 +89,38 @@ class Decoder(nnx.Module):
             x = self.streams.spread(x, ctx.shards)
         residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
         new, loads, at, traced = [], [], 0, {}
+        features = {0: residual.x}
         for segment in self.segments:
             end = at + len(segment.pattern)
             blocks = self.blocks[at:end]
             caches = [
                 self.borrowed_cache(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)
             ]
-            residual, caches, load = run_segment(segment, blocks, residual, ctx, caches, inputs, traced)
-            loads += load
+            ran = run_segment(segment, blocks, residual, ctx, caches, inputs, traced)
+            residual, caches = ran.residual, ran.caches
+            loads += ran.loads
+            features |= ran.features
             new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
             at = end
         if residual.pending is not None:  # `logits` norms the tokens that are sampled
             residual, _ = self.final_norm.read(residual, ctx.shards, defer=True)
         x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
         load = jnp.concatenate(loads) if loads else None
-        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), residual.mailboxes, load
+        chosen = [ctx.shards.all_tokens(features[n], ctx.tokens) for n in ctx.feature_layers]
+        hidden = ctx.shards.all_tokens(x, ctx.tokens)
+        return Forward(hidden, tuple(new), residual.mailboxes, load, jnp.stack(chosen, axis=1) if chosen else None)
+
+    def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
+        """Raise ConfigError if the hidden states after these layers cannot be returned."""
+        if not feature_layers:
+            return
+        count = len(self.config.layers)
+        if odd := [n for n in feature_layers if not 0 <= n <= count]:
+            raise ConfigError(f"features after {odd[0]} layers are asked for of a model of {count}")
+        if self.config.streams > 1:
+            raise ConfigError(f"{self.config.family} has {self.config.streams} residuals, and features are of one")
+        if mailboxes is not None:
+            raise ValueError("features are taken from whole sums: run the step without mailboxes")
 
     def leaves_pending(self, ctx: StepContext) -> bool:
         """True if one kernel adds each branch of this device and norms the sum.

@@ -22,7 +22,15 @@ from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
 
-Ran = tuple[Residual, list[LayerCache], list[jax.Array]]
+
+class Ran(NamedTuple):
+    """The residual after a segment, the caches of its blocks, the loads [layers, E] of their experts, and the hidden
+    states [T, D] that the step asks for, by the number of layers before them."""
+
+    residual: Residual
+    caches: list[LayerCache]
+    loads: list[jax.Array]
+    features: dict[int, jax.Array]
 
 
 def run_segment(
@@ -34,13 +42,13 @@ def run_segment(
     inputs: jax.Array | None,
     traced: dict,
 ) -> Ran:
-    """The residual after a segment, the caches of its blocks, and the loads [layers, E] of their experts.
+    """Run the layers of a segment.
 
     inputs [T, L, P]: per-layer embeddings of all the model's layers. traced: functions of layers, shared by segments.
     """
     if segment.count > 1:
         return _scan(segment, blocks, residual, ctx, caches, inputs)
-    new, loads = [], []
+    new, loads, features = [], [], {}
     for number, (block, cache) in enumerate(zip(blocks, caches, strict=True), segment.start):
         parts = _split(block, ctx, is_stacked=False)
         key = parts.graph, cache.ring
@@ -50,7 +58,9 @@ def run_segment(
         residual, arrays, load = traced[key](parts.states, residual, cache.arrays, cache.layer, of_layer)
         new.append(LayerCache(arrays, cache.ring))
         loads += [] if load is None else [load[None]]
-    return residual, new, loads
+        if number + 1 in ctx.feature_layers:
+            features[number + 1] = residual.value
+    return Ran(residual, new, loads, features)
 
 
 def _traced_layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
@@ -77,15 +87,17 @@ def _scan(
 
     The cache is part of the carry: as an input and output of the scan it would exist twice. The cache of an earlier
     block is only read, so it stays outside. Weights of experts, and weights that kernels read by layer, stay whole:
-    slices of them would be copied.
+    slices of them would be copied. Hidden states that are asked for are part of the carry too, as an output of the scan
+    would have those of all layers.
     """
     parts = [_split(block, ctx, is_stacked=True) for block in blocks]
     if inputs is not None:  # [T, L, P] -> [count, pattern, T, P]
         inputs = inputs[:, segment.start : segment.stop]
         inputs = jnp.moveaxis(inputs, 0, 1).reshape(segment.count, len(blocks), *inputs.shape[::2])
+    wanted = [n for n in sorted(set(ctx.feature_layers)) if segment.start < n <= segment.stop]
 
     def body(carry, slices):
-        layer, residual, arrays = carry
+        layer, residual, arrays, features = carry
         states, inputs = slices
         new, loads = [], []
         for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
@@ -96,17 +108,24 @@ def _scan(
             residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
             new.append(cache.arrays if block.owns_cache else ())
             loads += [] if load is None else [load]
-        return (layer + 1, residual, tuple(new)), jnp.stack(loads) if loads else None
+            done = segment.start + layer * len(blocks) + i + 1
+            features = {
+                n: jnp.where(done == n, residual.value, x) if (n - segment.start - 1) % len(blocks) == i else x
+                for n, x in features.items()
+            }
+        return (layer + 1, residual, tuple(new), features), jnp.stack(loads) if loads else None
 
     carry = (
         jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
         residual,
         tuple(cache.arrays if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
+        {n: jnp.zeros_like(residual.x) for n in wanted},
     )
     slices = tuple(part.states[1] for part in parts), inputs
-    (_, residual, new), loads = lax.scan(body, carry, slices, length=segment.count)
+    (_, residual, new, features), loads = lax.scan(body, carry, slices, length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
-    return residual, [LayerCache(arrays, old.ring) for arrays, old in zip(new, caches, strict=True)], loads
+    new = [LayerCache(arrays, old.ring) for arrays, old in zip(new, caches, strict=True)]
+    return Ran(residual, new, loads, features)
 
 
 class _Parts(NamedTuple):

@@ -49,6 +49,13 @@ class Residual:
     mailboxes: Mailboxes | None = None
     lazy: bool = field(default=False, metadata={"static": True})
 
+    @property
+    def value(self) -> jax.Array:
+        """x with the pending branch added, rounded as the kernel that adds it does; of one device."""
+        if self.pending is None:
+            return self.x
+        return self.x + (self.pending.sum(axis=0).astype(self.x.dtype) if self.pending.ndim == 3 else self.pending)
+
     def plus(self, branch: Branch, shards: Shards, scale: float = 1.0) -> Residual:
         """The residual with a branch times `scale` added, or left pending."""
         if self.lazy:

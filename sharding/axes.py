@@ -4,6 +4,7 @@ Model code uses only these names; a table chosen at deployment says which mesh a
 """
 
 VOCAB = "vocab"  # V: rows of the embedding, columns of the head
+DRAFTS = "drafts"  # the tokens that a draft head can choose
 EMBED = "embed"  # D: model width
 KV_HEADS = "kv_heads"  # K: key/value heads
 QUERIES = "queries"  # G: query heads per KV head (in fused weights: G queries, one key, one value)

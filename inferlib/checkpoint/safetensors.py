@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -73,6 +74,25 @@ class SafetensorsSource(StoredTensors[_Tensor]):
         tensor = self._find(name)
         array = map_array(tensor.file, tensor.dtype, tensor.shape, tensor.offset)
         return array if rows is None else array[rows]
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write one safetensors file, whole or not at all. Raises ValueError for a type that the format lacks."""
+    names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+    header, at = {}, 0
+    for name, x in tensors.items():
+        if x.dtype not in names:
+            raise ValueError(f"safetensors has no {x.dtype}, which is the type of {name}")
+        header[name] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": (at, at + x.nbytes)}
+        at += x.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for x in tensors.values():
+            out.write(np.ascontiguousarray(x).tobytes())
+    partial.replace(file)
 
 
 def _indexed(index: Path) -> dict[str, _Tensor]:

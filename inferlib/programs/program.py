@@ -315,7 +315,7 @@ class _Maker:
             config.prefill_unit,
             prefixes,
         )
-        hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
+        hidden, caches, mailboxes, load, _ = decoder(ctx, self.plan.view(cache), mailboxes)
         return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
 
     def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:

@@ -47,19 +47,22 @@ class Attention(nnx.Module):
 
     One matrix makes the G queries, the key and, if it has the key's size, the value of each KV head: one launch reads x
     once, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`). A layer that
-    attends to another layer's cache makes only queries.
+    attends to another layer's cache makes only queries. inputs: the size of x, if it is another than D.
     """
 
-    def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
+    def __init__(
+        self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype, *, inputs: int | None = None
+    ):
         self.spec, self.layout, self.norm = spec, layout, norm
         (h, value), k, g = spec.cache_sizes, layout.groups, layout.queries
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         slots = g + spec.fused_heads
-        self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
+        inputs = inputs or dim
+        self.qkv = param((inputs, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
         outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
         self.o = param((k, g, value, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
         if spec.separate_values:
-            self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
+            self.v = param((inputs, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
         if spec.qkv_bias:
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
             if spec.separate_values:
@@ -67,7 +70,7 @@ class Attention(nnx.Module):
         if spec.gate is not None:
             size, names, sums = ((), (), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,), (0,))
             names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
-            self.gate = param((dim, k, g, *size), names, dtype, contracting=sums)
+            self.gate = param((inputs, k, g, *size), names, dtype, contracting=sums)
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
