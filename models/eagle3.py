@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ class Eagle3Config:
     def layer(self) -> LayerSpec:
         return self.model.layers[0]
 
+    @property
+    def attention(self) -> AttentionSpec:
+        spec = self.layer.attention
+        assert isinstance(spec, AttentionSpec)
+        return spec
+
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
     """After how many of a model's layers its hidden states are taken, unless a head says otherwise: low, middle and
@@ -104,17 +113,17 @@ class Eagle3Block(Block):
         embeddings: jax.Array,
         hidden: jax.Array,
         ctx: StepContext,
-        attend: Callable[[jax.Array], tuple[Branch, LayerCache]],
-    ) -> tuple[jax.Array, LayerCache]:
-        """The hidden states after the layer, [T, D], and the cache. attend: the mixer, of its inputs [T, 2 D]."""
+        attend: Callable[[jax.Array], tuple[Branch, C]],
+    ) -> tuple[jax.Array, C]:
+        """The hidden states after the layer, [T, D], and cells. attend: the mixer, of inputs [T, 2 D]."""
         shards = ctx.shards
         normed = self.pre_attn_norm(embeddings, shards), self.hidden_norm(hidden, shards)
         with jax.named_scope("attention"):
-            branch, cache = attend(jnp.concatenate(normed, axis=-1))
+            branch, cells = attend(jnp.concatenate(normed, axis=-1))
             x = hidden + branch.total(shards)
         with jax.named_scope("mlp"):
             branch, _ = self.feed(self.pre_mlp_norm(x, shards), ctx, None)
-            return x + branch.total(shards), cache
+            return x + branch.total(shards), cells
 
 
 class Eagle3Head(nnx.Module):

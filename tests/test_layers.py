@@ -51,7 +51,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("async_llm", "deploy", "doctor", "llm"),
+    ("async_llm", "deploy", "distillation", "doctor", "llm"),
     ("bench", "serving"),
     ("cli",),
 )

@@ -120,6 +120,8 @@ def head_config(
     more = options_of(hf, "eagle_config")
     if odd := [name for name in _REFUSED if hf.get(name) or more.get(name)]:
         raise ConfigError(f"{odd[0]} in config.json of {of} is not supported: train a head without it")
+    if target.streams > 1:
+        raise ConfigError(f"{target.family} has {target.streams} residuals, and an EAGLE-3 head takes states of one")
     if more.get("use_aux_hidden_state") is False:
         raise ConfigError(f"{of} takes hidden states of one layer, so it is no EAGLE-3 head")
     if hf.get("vocab_size") != target.vocab:
@@ -214,8 +216,7 @@ def _published(config: Eagle3Config, weight: WeightSpec, x: np.ndarray) -> dict[
     """The published tensors of a weight."""
     made, part = _assembly(config, weight, _LAYERS[0]), weight.part
     names = [piece.tensor for piece in made.pieces]
-    attention, group = config.layer.attention, config.layer.attention.group
-    assert isinstance(attention, AttentionSpec)
+    group = config.attention.group
     if part == "attn.qkv":
         parts = x[:, :, :group], x[:, :, group : group + 1], x[:, :, group + 1 :]
         matrices = [rearrange(p, "d k g h -> (k g h) d") for p in parts]

@@ -1,5 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `plan`,
-`place`, `targets`, `tune`, `doctor`.
+"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `distill`,
+`plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -14,6 +14,7 @@ from inferlib.cli.bench import bench
 from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
+from inferlib.cli.distill import distill
 from inferlib.cli.doctor import doctor
 from inferlib.cli.embed import embed
 from inferlib.cli.generate import generate
@@ -51,6 +52,7 @@ app.command()(serve)
 app.command()(bench)
 app.command()(info)
 app.command()(convert)
+app.command()(distill)
 app.command()(plan)
 app.command()(place)
 app.command()(targets)

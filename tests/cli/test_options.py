@@ -68,6 +68,8 @@ def good(folder) -> dict[str, dict[str, Any]]:
     load.write_text('{"expert_load": [[3, 1, 2, 2]]}')
     source = folder / "in.jsonl"
     source.write_text('{"prompt": "a"}\n')
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "{"abc " * 20}", "split": "{split}"}}\n' for split in ("train", "held_out")))
     small = {"max_len": "64", "max_batch": "2"}
     return {
         "generate": {"prompts": "x", "model": model, **small},
@@ -77,6 +79,13 @@ def good(folder) -> dict[str, dict[str, Any]]:
         "bench": {"url": "http://127.0.0.1:9", "requests": "1"},
         "info": {"model": model, "max_len": "64"},
         "convert": {"model": model, "out": str(folder / "converted")},
+        "distill": {
+            "method": "eagle3",
+            "model": model,
+            "data": str(texts),
+            "out": str(folder / "head"),
+            "length": "32",
+        },
         "plan": {"config": "smollm2-135m", "target": "v5e-1"},
         "place": {"load": str(load), "out": str(folder / "placed"), "devices": "2"},
         "targets": {},

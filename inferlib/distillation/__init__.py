@@ -1,0 +1,1 @@
+"""Training of what drafts: a head that learns a model's next tokens from its hidden states."""

@@ -1,0 +1,220 @@
+"""`inferlib distill eagle3` on a tiny model: what is learned, resumed runs, several devices, wrong input."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from inferlib.checkpoint.eagle3 import Eagle3Files
+from inferlib.cli import app
+from inferlib.config import ConfigurationError
+from inferlib.distillation.data import Data
+from inferlib.distillation.eagle3 import distill_eagle3, open_run
+from inferlib.distillation.record import Record, read_log
+from inferlib.distillation.settings import DistillSettings
+from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of
+from inferlib.models.eagle3 import abstract_head
+from inferlib.models.families import config_from_hf
+from tests.helpers.cli_model import make_model
+
+SMALL = dict(steps=6, batch=8, length=24, unroll=3, draft_vocab=64, warmup=1, save_every=2, log_every=1, devices=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    file, draw = tmp_path_factory.mktemp("texts") / "texts.jsonl", random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta"]
+    lines = [{"text": " ".join(draw.choices(words, k=60)), "split": "train"} for _ in range(40)]
+    lines += [{"text": " ".join(draw.choices(words, k=60)), "split": "held_out"} for _ in range(3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def losses(out: Path) -> list[float]:
+    return [entry["loss"] for entry in read_log(out / "training" / "log.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(model, texts, tmp_path_factory) -> Path:
+    """The directory of a run that was not interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    distill_eagle3(str(model), texts, out, DistillSettings(**SMALL))
+    return out
+
+
+def test_a_run_leaves_a_head_as_published(model, whole):
+    config = config_from_hf(json.loads((model / "config.json").read_text()))
+    files = Eagle3Files.open(whole, config)
+    assert files.config.model.vocab == 64
+    weights = files.load(abstract_head(files.config, "float32"))
+    assert all(np.isfinite(w).all() for w in weights)
+    data = Data.load(whole / "training" / "data.npz")
+    head = abstract_head(files.config, "float32").merge(weights)
+    np.testing.assert_array_equal(head.target_ids(np.arange(64)), data.ids)
+    assert (whole / "training" / "loss.png").stat().st_size > 0
+    result = json.loads((whole / "training" / "result.json").read_text())
+    assert 1 <= result["tokens_a_verification"] <= 5
+    assert len(losses(whole)) == SMALL["steps"]
+
+
+def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_path, monkeypatch):
+    out, add = tmp_path / "head", Record.add
+
+    def stop(self, step, *args, **metrics):
+        if step == 5:
+            raise KeyboardInterrupt
+        add(self, step, *args, **metrics)
+
+    monkeypatch.setattr(Record, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        distill_eagle3(str(model), texts, out, DistillSettings(**SMALL))
+    assert len(losses(out)) == 4
+    monkeypatch.setattr(Record, "add", add)
+    result = distill_eagle3(str(model), texts, out, DistillSettings(**SMALL))
+    assert losses(out) == losses(whole)
+    expected = json.loads((whole / "training" / "result.json").read_text())
+    assert result.tokens == expected["tokens_a_verification"]
+    for name in ("config.json", "model.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_finished_run_is_measured_again(model, texts, whole):
+    before = losses(whole)
+    distill_eagle3(str(model), texts, whole, DistillSettings(**SMALL))
+    assert losses(whole) == before
+
+
+def test_eight_devices_learn_as_one(model, texts, whole, tmp_path):
+    distill_eagle3(str(model), texts, tmp_path / "head", DistillSettings(**{**SMALL, "devices": 8}))
+    np.testing.assert_allclose(losses(tmp_path / "head"), losses(whole), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_head_learns_what_its_target_goes_on_with(model, texts, tmp_path):
+    """In 60 steps, for a random model; one of 64 drafts would stand by chance."""
+    options = {**SMALL, "steps": 60, "lr": 3e-3, "continuations": 24, "log_every": 5, "save_every": 60}
+    result = distill_eagle3(str(model), texts, tmp_path / "head", DistillSettings(**options))
+    entries = read_log(tmp_path / "head" / "training" / "log.jsonl")
+    assert entries[-1]["loss"] < 0.8 * entries[0]["loss"]
+    assert entries[-1]["standing"] > entries[0]["standing"] + 0.1
+    assert result.acceptance > 3 / 64
+
+
+def test_the_step_compiles_once(model, texts, whole):
+    run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
+    state = run.first_state()
+    for number in range(3):
+        state, _ = run.step(state, run.target_weights, jax.device_put(run.data.batch(number, 8, 0), run.split))
+    assert run.step._cache_size() == 1
+
+
+# ---- texts
+
+
+def test_each_fiftieth_text_is_held_out_unless_the_file_says(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(1, 101)))
+    assert read_texts(file).testing == ("50", "100")
+    assert len(read_texts(file).training) == 98
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"text": "a"}\n{"text"', "has a line that is no JSON"),
+        ('{"text": 3}\n', "line 1 must be"),
+        ("[1]\n", "line 1 must be"),
+        ('{"text": "a", "split": "test"}\n', "line 1 must be"),
+        ('{"text": "a"}\n', "no text for evaluation"),
+        ('{"text": "a", "split": "held_out"}\n', "no text for training"),
+        ("", "no text for training"),
+    ],
+)
+def test_a_file_of_other_lines_is_refused(tmp_path, lines, message):
+    (tmp_path / "texts.jsonl").write_text(lines)
+    with pytest.raises(ConfigurationError, match=message):
+        read_texts(tmp_path / "texts.jsonl")
+
+
+def test_rows_and_frequent_tokens():
+    np.testing.assert_array_equal(rows_of(np.arange(7), 3), [[0, 1, 2], [3, 4, 5]])
+    np.testing.assert_array_equal(frequent_tokens(np.array([5, 5, 2, 7, 2, 5]), 9, 3), [2, 5, 7])
+    np.testing.assert_array_equal(frequent_tokens(np.array([5]), 9, 3), [0, 1, 5])
+
+
+def test_batches_take_every_row_once_before_any_twice():
+    nothing = np.zeros((0, 1), np.int32)
+    data = Data(np.arange(10, dtype=np.int32)[:, None], nothing, nothing, nothing, nothing, 0)
+    taken = np.concatenate([data.batch(step, 4, seed=1) for step in range(5)]).reshape(-1)
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10))
+    assert list(taken[:10]) != list(taken[10:])
+    mixed = Data(data.rows, data.rows + 100, nothing, nothing, nothing, 0)
+    assert (mixed.batch(3, 4, seed=1) >= 100).sum() == 2
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": float("nan")}, "lr must be above 0"),
+        ({"steps": 0}, "steps must be a whole number from 1"),
+        ({"draft_vocab": 2}, "draft_vocab must be a whole number from 16"),
+        ({"unroll": 24, "length": 24}, "too short for 24 drafts"),
+    ],
+)
+def test_wrong_settings_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DistillSettings(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 6, "devices": 4}, "6 rows does not divide over 4 devices"),
+        ({"devices": 9}, "9 devices are asked for, and there are 8"),
+        ({"length": 512}, "exceeds the model's context, 256"),
+        ({"draft_vocab": 300}, "draft_vocab is 300, and the model has 260"),
+        ({"continuations": 10_000}, "--continuations wants more"),
+        ({"lr": 1e-3}, "has a run with lr 0.0003, not 0.001"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(model, texts, whole, tmp_path, options, message):
+    out = whole if "lr" in options else tmp_path / "head"
+    with pytest.raises(ConfigurationError, match=message):
+        distill_eagle3(str(model), texts, out, DistillSettings(**{**SMALL, **options}))
+    assert out == whole or not out.exists()
+
+
+def test_a_directory_of_something_else_is_refused(model, texts, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="not empty and has no run"):
+        distill_eagle3(str(model), texts, tmp_path, DistillSettings(**SMALL))
+
+
+def test_the_command_says_what_a_verification_gives(model, texts, whole):
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    words = ["distill", "eagle3", "--model", str(model), "--data", str(texts), "--out", str(whole), *options]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "tokens a verification with chains of 4 drafts" in result.stderr
+
+
+def test_the_command_trains_no_other_head(model, texts, tmp_path):
+    words = ["distill", "medusa", "--model", str(model), "--data", str(texts), "--out", str(tmp_path / "x")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "distill trains eagle3, got 'medusa'" in result.stderr
