@@ -24,12 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import configs
+from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.profit import Profit
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.sharding.shards import Shards
 from inferlib.speculation.settings import Speculation
+
+_FIRST = 3  # dispatches that compile, and do not count
+_FEWEST = 4  # that do, if each of their drafts stands
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,29 @@ def constant(model: AbstractModel, weights: Sequence[Any]) -> tuple[Any, ...]:
     return (*weights[:number], jnp.full_like(weights[number], none), *weights[number + 1 :])
 
 
+def most(config: EngineConfig, drafts: int) -> int:
+    """Most tokens that a row gets of a dispatch."""
+    return config.decode_steps * (1 + drafts)
+
+
+def fewest(config: EngineConfig, drafts: int) -> int:
+    """Fewest tokens of a row that can be measured: besides the dispatches that count there are those that compile,
+    those in flight, and the last two."""
+    return (_FIRST + _FEWEST + config.in_flight + 2) * most(config, drafts)
+
+
 def measure(model: AbstractModel, weights: Sequence[Any], config: Any, tokens: int) -> tuple[float, float, float]:
     """Milliseconds of a step, tokens that a row gets of one, and tokens/s of all rows. tokens: of a row."""
     engine = Engine(model, weights, config)
     if config.speculation is not None:
         engine.scheduler.profit = Always(config.speculation, config.platform)
     occupy(engine, config.max_len - tokens - 1)
-    for _ in range(3):  # compiles
+    for _ in range(_FIRST):  # compiles
         engine.advance()
     engine.stats, start = EngineStats(), time.perf_counter()
     # The end, where rows have no room for a whole dispatch, does not count.
-    last = config.max_len - 2 * config.decode_steps * (
-        1 if config.speculation is None else config.speculation.tokens + 1
-    )
-    while engine.busy and max((s.length for s in engine.scheduler.running.values()), default=last) < last:
+    last = config.max_len - 2 * most(config, config.speculation.tokens if config.speculation else 0)
+    while max(s.length for s in engine.scheduler.running.values()) < last:
         engine.advance()
     seconds, stats = time.perf_counter() - start, engine.stats
     steps = (stats.generated_tokens - stats.accepted_drafts) / config.max_batch
@@ -97,6 +110,9 @@ def main() -> None:
     shape = config_from_hf(configs.load(args.config))
     first = engine_config(shape, batches[0], args.cache, Shards(), args.backend)
     model = abstract_model(shape, dtype, backend=first.backend, scan=first.scan)
+    least = max(fewest(first, count - 1) for count in counts)
+    if not least <= args.generate < args.cache - 1:
+        parser.error(f"--generate must be at least {least} for {max(counts)} tokens a step, and less than --cache - 1")
     weights = constant(model, model.random_weights())
     title = (
         f"{args.config}, {dtype}, {jax.devices()[0].device_kind}, cache {args.cache}, acceptance {args.acceptance:g}"

@@ -3,8 +3,8 @@
     python benchmarks/speculation.py --batch 1,2 --temperature 0,0.8
 
 The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
-prompt. Both engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
-best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which
+prompt. All engines serve the same requests, in turns, and must return the same tokens; each row of the table is
+the best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which
 other work on the machine changes less.
 """
 
@@ -65,7 +65,9 @@ def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int) -> Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--speculation", default="ngram:7")
+    parser.add_argument(
+        "--speculation", default=["ngram:7"], nargs="+", help="such as ngram:7 or draft:NAME:3; several are compared"
+    )
     parser.add_argument("--batch", default="1,2", help="requests at a time")
     parser.add_argument("--temperature", default="0,0.8")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -75,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     batches, temperatures = ([float(x) for x in text.split(",")] for text in (args.batch, args.temperature))
     sizes = dict(max_batch=int(max(batches)), max_len=args.max_len, dtype=args.dtype, progress=False)
-    engines = {name: LLM(args.model, speculation=name, **sizes) for name in (None, args.speculation)}
+    engines = {name: LLM(args.model, speculation=name, **sizes) for name in (None, *args.speculation)}
     table = Table(
         "task", "temperature", "batch", "speculation", "tokens/s", "ratio", "CPU ms", "tokens a step", "equal"
     )

@@ -513,9 +513,9 @@ class EngineConfig:
         """Most prompt tokens of one row in a step. A ring has so many slots beyond its window."""
         return self.row_limit or self.buckets.prefill[-1]
 
-    def check_model(self, model: ModelConfig) -> None:
-        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, or if
-        layers cannot verify drafts."""
+    def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
+        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if
+        layers cannot verify drafts, or if `draft`, the model that drafts, cannot do so for this one."""
         recurrent = {i: x.attention.title for i, x in enumerate(model.layers) if isinstance(x.attention, Recurrent)}
         if self.speculation is not None and recurrent:
             number, title = next(iter(recurrent.items()))
@@ -525,6 +525,8 @@ class EngineConfig:
             )
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
+        if draft is not None:
+            check_draft(draft, model, self.max_len)
         counts = sorted({spec.experts for spec in model.mixtures})
         if self.expert_load and len(counts) != 1:
             several = f"layers of {' and of '.join(map(str, counts))} experts, not of as many each"
@@ -624,8 +626,9 @@ class EngineOptions:
         that fill the cache: steps take no more prompt tokens than they have time for. Steps are timed at the start, and
         for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
     speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
-        by what followed the same tokens earlier in the row; or a `Speculation`. Where that pays is measured while
-        requests run. It takes programs of its own, and layers without recurrent states. By default off.
+        by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary;
+        or a `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers
+        without recurrent states. By default off.
     """
 
     max_batch: int | None = None
@@ -773,6 +776,20 @@ class EngineOptions:
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
         return model.context if most is None else min(model.context, most)
+
+
+def check_draft(draft: ModelConfig, target: ModelConfig, max_len: int = 0) -> None:
+    """Raise ConfigurationError if a model cannot draft for another one, whose sequences have up to `max_len` tokens."""
+    if draft.vocab != target.vocab:
+        raise ConfigurationError(
+            f"the model that drafts has a vocabulary of {draft.vocab} tokens, and this model one of {target.vocab}: "
+            "take a draft model of the same vocabulary"
+        )
+    if draft.context < max_len:
+        raise ConfigurationError(
+            f"the model that drafts has a context of {draft.context} tokens, less than max_len {max_len}: lower "
+            "max_len, or take another draft model"
+        )
 
 
 def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int | None, int | None]:

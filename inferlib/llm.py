@@ -126,9 +126,11 @@ class LLM:
         artifacts = _artifacts_path(artifacts, self._channel)
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
+            if artifacts is not None and decided.speculation is None:
+                decided = replace(decided, speculation=Artifacts.open(artifacts).deployment.speculation)
             files = ModelFiles.open(model, revision, progress=self.progress)
             self._generation = GenerationConfig.read(files.path, generation)
-            choices = Choices.read(files, dtype, quantization, parallel, decided)
+            choices = Choices.read(files, dtype, quantization, parallel, decided, progress=self.progress)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):
                 use_compile_cache(decided.compile_cache)
         self.model_config, self.tokenizer = files.config, files.tokenizer
@@ -147,13 +149,7 @@ class LLM:
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
         with adopted(self._stored), explained("loading the weights", programs.demand):
-            weights = files.load(
-                programs.model,
-                placement=choices.placement,
-                shards=self.config.shards,
-                formats=programs.formats,
-                progress=self.progress,
-            )
+            weights = _load_weights(files, programs, choices, self.progress)
         with adopted(self._stored), explained("making room for the cache", programs.demand):
             engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
@@ -664,13 +660,25 @@ def _artifacts_path(artifacts: Any, channel: distributed.Channel | None) -> Path
     return None if artifacts is None else checked_path("artifacts", artifacts)
 
 
+def _load_weights(files: ModelFiles, programs: ProgramSet, choices: Choices, progress: bool) -> tuple[jax.Array, ...]:
+    """The weights of a model, and behind them those of one that drafts."""
+    weights = files.load(
+        programs.model,
+        placement=choices.placement,
+        shards=programs.config.shards,
+        formats=programs.formats[: len(programs.model.specs)],
+        progress=progress,
+    )
+    return weights if choices.draft is None else weights + choices.draft.load(programs, progress=progress)
+
+
 def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -> tuple[ProgramSet, Any]:
     """The programs of artifacts, and the small functions that loading weights calls (see `start_functions`)."""
     if choices.engine.expert_load:
         raise ConfigurationError("programs of artifacts do not count the experts' load: leave artifacts out")
     if decided := [name for name in _OF_ARTIFACTS if getattr(choices.engine, name) is not None]:
         raise ConfigurationError(f"artifacts decide {decided[0]}: leave it out")
-    artifacts.check(model, choices.compiled())
+    artifacts.check(model, choices.compiled(), None if choices.draft is None else choices.draft.config)
     return artifacts.load(), artifacts.start()
 
 

@@ -119,6 +119,11 @@ class Tokenizer:
         return self._backend.to_str()
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 

@@ -46,7 +46,7 @@ LEVELS = (
         *("programs.compilation_cache", "programs.counter", "programs.start_functions"),
     ),
     ("cache", "checkpoint", "hub", "placement", "tokenizer"),
-    ("conversion", "model_files", "programs"),
+    ("conversion", "draft_files", "model_files", "programs"),
     ("engine", "planning"),
     ("inspection",),
     ("aot",),

@@ -39,7 +39,7 @@ from inferlib.programs.start_functions import Compiled
 from inferlib.sharding.mesh import Device, Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 
-_FORMAT = 5
+_FORMAT = 6
 _MANIFEST = "manifest.json"
 
 
@@ -118,11 +118,11 @@ class Artifacts:
         """The entries of all files."""
         return [*filter(None, [self.manifest["start"]]), *self.programs]
 
-    def check(self, model: ModelConfig, wanted: Mapping[str, Any]) -> None:
+    def check(self, model: ModelConfig, wanted: Mapping[str, Any], draft: ModelConfig | None = None) -> None:
         """Raise ArtifactError, naming the first field in which the programs differ from this machine or from what is
         wanted.
 
-        model: the checkpoint's model. wanted: settings of `LLM`, None where any will do.
+        model: the checkpoint's model. wanted: settings of `LLM`, None where any will do. draft: the model that drafts.
         """
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
@@ -132,10 +132,14 @@ class Artifacts:
         self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
             self._same(f"version of {name}", self.manifest["versions"].get(name), version)
-        if difference := _difference(asdict(made.model), asdict(model), "model"):
-            self._same(*difference)
+        models = [("model", made.model, model), ("draft", made.draft_model, draft)]
+        for name, one, other in models:
+            if one is None or other is None:
+                continue
+            if difference := _difference(asdict(one), asdict(other), name):
+                self._same(*difference)
         settings = {**asdict(made), "parallel": made.parallel, "buckets": made.buckets}
-        settings["quantization"] = made.quantization
+        settings |= {"quantization": made.quantization, "draft_quantization": made.draft_quantization}
         settings |= {"max_batch": made.max_batch, "max_len": made.max_len}
         for name, value in wanted.items():
             if value is not None:
@@ -158,7 +162,7 @@ class Artifacts:
         shards = made.shards(jax.devices())
         layouts = [layout for layout in self.layouts if layout is not None]
         programs, devices = made.program_set(shards, layouts), self._devices(shards)
-        if len(layouts) != len(programs.model.specs):
+        if len(layouts) != len(programs.specs):
             raise ArtifactError(f"{self.folder / _MANIFEST} lists other weights than its model has: compile again")
         compiled = {}
         for key, entry in zip(self.keys, self.programs, strict=True):
@@ -323,11 +327,11 @@ class ArtifactWriter:
         weights = [
             {"name": s.name, "shape": s.shape, "dtype": s.dtype.name, "axes": s.axes, "split": _split(planned, s.axes)}
             | {"layout": layout}
-            for s, layout in zip(planned.model.specs, layouts or [None] * len(planned.model.specs), strict=True)
+            for s, layout in zip(planned.specs, layouts or [None] * len(planned.specs), strict=True)
         ]
         cache = [
             {"shape": x.shape, "dtype": x.dtype.name, "axes": x.axes, "split": _split(planned, x.axes), "ring": b.ring}
-            for b in planned.plan.blocks
+            for b in planned.plan.every_block
             for x in b.owned
         ]
         target = self.deployment.slice

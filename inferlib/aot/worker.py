@@ -20,6 +20,7 @@ from inferlib.aot.child import Answer, serve
 from inferlib.aot.compile import CompileError
 from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
+from inferlib.draft_files import DraftFiles
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.model_files import ModelFiles
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
@@ -79,8 +80,8 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     counted = key.steps if programs.config.counted else 1
     memory, module = compiled.memory_analysis(), Module(compiled.as_text() or "", counted)
     assert memory is not None
-    weights, cache = len(programs.model.specs), len(programs.plan.arrays)
-    cost, names = module.cost, [name for block in programs.plan.blocks if not block.shared for name in block.names]
+    weights, cache = len(programs.specs), len(programs.plan.arrays)
+    cost, names = module.cost, [name for block in programs.plan.every_block if not block.shared for name in block.names]
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
         "status": "compiled",
@@ -102,14 +103,18 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "collectives": [asdict(c) for c in module.collectives],
         "kernels": [asdict(k) for k in module.kernels],
         "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),
-        "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
+        "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.specs], 0),
     }
 
 
 def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:
     """Compile the functions that load this checkpoint and make an empty cache, and write them to `path`."""
     with recorded() as functions:
-        ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
+        speculation, files = programs.config.speculation, ModelFiles.open(model)
+        formats = programs.formats[: len(programs.model.specs)]
+        files.load(programs.model, shards=programs.config.shards, formats=formats)
+        if draft := DraftFiles.open(speculation, files, None):
+            draft.load(programs)
         programs.plan.allocate(programs.config.shards)
         programs.plan.allocate_snapshots(programs.config.shards)
         programs.allocate_state()

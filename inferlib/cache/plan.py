@@ -158,7 +158,8 @@ class BlockCache:
 @dataclass(frozen=True)
 class CachePlan:
     """rows: sequences that the cache has a row for; max_len: most tokens of a sequence; page: positions of a page, over
-    all devices that share a row's; pages, snapshots: their number of all replicas."""
+    all devices that share a row's; pages, snapshots: their number of all replicas. drafting: the blocks of a model that
+    drafts, if there is one; all of them have the same pages as the others."""
 
     rows: int
     max_len: int
@@ -166,6 +167,17 @@ class CachePlan:
     pages: int
     blocks: tuple[BlockCache | BlockState, ...]
     snapshots: int = 0
+    drafting: tuple[BlockCache | BlockState, ...] = ()
+
+    @property
+    def every_block(self) -> tuple[BlockCache | BlockState, ...]:
+        """The blocks of the model and of one that drafts, whose arrays lie in this order."""
+        return self.blocks + self.drafting
+
+    @property
+    def of_drafts(self) -> CachePlan:
+        """The part of the model that drafts."""
+        return replace(self, blocks=self.drafting, drafting=(), snapshots=0)
 
     @property
     def columns(self) -> int:
@@ -196,12 +208,12 @@ class CachePlan:
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
         """The arrays of each block in turn."""
-        return tuple(array for block in self.blocks for array in block.owned)
+        return tuple(array for block in self.every_block for array in block.owned)
 
     @property
     def of_rows(self) -> tuple[bool, ...]:
         """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
-        return tuple(not block.paged for block in self.blocks for _ in block.owned)
+        return tuple(not block.paged for block in self.every_block for _ in block.owned)
 
     def with_snapshots(self, pool: PoolSize, shards: Shards = ONE_DEVICE) -> CachePlan:
         """With as many snapshots as are asked for, if rows have rings or states; by default see `_SNAPSHOTS`."""
@@ -254,7 +266,7 @@ class CachePlan:
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
         rest = iter(arrays)
-        return tuple(LayerCache(tuple(islice(rest, len(b.owned))), b.ring) for b in self.blocks)
+        return tuple(LayerCache(tuple(islice(rest, len(b.owned))), b.ring) for b in self.every_block)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
@@ -274,41 +286,49 @@ def plan_cache(
     dtype,
     platform: str = "cpu",
     pool: PoolSize = _WHOLE,
+    drafting: AbstractModel | None = None,
 ) -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: of keys and values, a float type or a name of KV_CACHE_DTYPES; states keep theirs. Raises ConfigurationError
-    for a name of KV_CACHE_DTYPES if no layer has keys and values, if a "tpu" needs other cells (see `_attention`), and
-    for a pool that cannot hold one sequence of `max_len`.
+    dtype: of keys and values, a float type or a name of KV_CACHE_DTYPES; states keep theirs. drafting: a model that
+    drafts, whose cells lie in the same pages.
+
+    Raises ConfigurationError for a name of KV_CACHE_DTYPES if no layer has keys and values, if a "tpu" needs other
+    cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, and for a model that drafts and has
+    rings or states.
     """
     scaled = dtype in KV_CACHE_DTYPES
     if scaled and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
         raise ConfigurationError(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
-    dtype, blocks = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), []
-    kind = _Kind(model, platform, scaled=scaled)
-    page = kind.page(pool.page, max_len, rows // model.layout.shards.replicas)
-    for layers in model.blocks():
-        spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
-        if isinstance(spec, Recurrent):
-            blocks.append(_states(model, spec, (*stack, rows)))
-            continue
-        # A ring holds what a chunk's first query sees and the chunk itself.
-        capacity = max_len if spec.reach is None else spec.reach + chunk
-        ring = capacity < max_len
-        shapes = kind.cells(spec, capacity if ring else page)
-        latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
-        count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
-        blocks.append(BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, scaled, latent, shared))
-    shards = model.layout.shards
-    plan = CachePlan(rows, max_len, page, 1, tuple(blocks)).with_snapshots(pool, shards)
+    dtype, shards = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), model.layout.shards
+    kinds = [_Kind(one, platform, scaled=scaled) for one in (model, drafting) if one is not None]
+    page = max(kind.page(pool.page, max_len, rows // shards.replicas) for kind in kinds)
+    of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
+    of_drafts = others[0] if others else ()
+    if drafting is not None:
+        _check_drafting(drafting, of_drafts)
+    plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts).with_snapshots(pool, shards)
     return _with_pages(plan, shards, pool.memory)
+
+
+def _check_drafting(model: AbstractModel, blocks: Sequence[BlockCache | BlockState]) -> None:
+    """Raise ConfigurationError for layers whose cache is not of pages: it could not go back to where a prompt that is
+    cached ends."""
+    for block, layers in zip(blocks, model.blocks(), strict=True):
+        if not block.paged:
+            mixer = model.config.layers[layers[0]].attention
+            what = f"a state ({mixer.title})" if isinstance(mixer, Recurrent) else f"a window of {mixer.reach} tokens"
+            raise ConfigurationError(
+                f"the model that drafts has layers with {what} (layer {layers[0]}), and drafts need one whose cache is "
+                "all of pages: take another, or a smaller max_len than the window"
+            )
 
 
 def _of_one_page(plan: CachePlan, shards: Shards) -> CachePlan:
     """A plan of one page for each replica."""
-    return replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
+    return _paged(replace(plan, pages=shards.replicas))
 
 
 def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
@@ -324,19 +344,22 @@ def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePla
             f"takes {need} with what {plan.rows} rows{_and_snapshots(plan)} keep in any case: raise it to that, lower "
             f"max_len to {max(pages * plan.page, 0)} or less, or lower max_batch"
         )
-    pages *= shards.replicas
-    return replace(plan, pages=pages, blocks=tuple(_paged(b, pages) for b in plan.blocks))
+    return _paged(replace(plan, pages=pages * shards.replicas))
 
 
 def _and_snapshots(plan: CachePlan) -> str:
     return f" and {plan.snapshots} snapshots" if plan.snapshots else ""
 
 
-def _paged(block: BlockCache | BlockState, pages: int) -> BlockCache | BlockState:
-    """A block of one page with so many pages."""
-    if isinstance(block, BlockState) or block.ring:
-        return block
-    return replace(block, shapes=tuple((*shape[:-4], pages, *shape[-3:]) for shape in block.shapes))
+def _paged(plan: CachePlan) -> CachePlan:
+    """A plan whose blocks have one page, with as many as it says."""
+
+    def of(block: BlockCache | BlockState) -> BlockCache | BlockState:
+        if isinstance(block, BlockState) or block.ring:
+            return block
+        return replace(block, shapes=tuple((*shape[:-4], plan.pages, *shape[-3:]) for shape in block.shapes))
+
+    return replace(plan, blocks=tuple(map(of, plan.blocks)), drafting=tuple(map(of, plan.drafting)))
 
 
 @dataclass(frozen=True)
@@ -371,6 +394,27 @@ class _Kind:
                 break
             page *= 2
         return page
+
+    def blocks(
+        self, rows: int, max_len: int, chunk: int, page: int, dtype: np.dtype
+    ) -> tuple[BlockCache | BlockState, ...]:
+        """The cache of each block of layers, with one page."""
+        blocks, model = [], self.model
+        for layers in model.blocks():
+            spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
+            if isinstance(spec, Recurrent):
+                blocks.append(_states(model, spec, (*stack, rows)))
+                continue
+            # A ring holds what a chunk's first query sees and the chunk itself.
+            capacity = max_len if spec.reach is None else spec.reach + chunk
+            ring = capacity < max_len
+            shapes = self.cells(spec, capacity if ring else page)
+            latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
+            count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
+            blocks.append(
+                BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, self.scaled, latent, shared)
+            )
+        return tuple(blocks)
 
     def folds(self, spec: AttentionSpec | MlaSpec) -> list[int]:
         """Positions of a row of each array."""

@@ -90,7 +90,10 @@ OptionalBackend = Annotated[
 ]
 Speculation = Annotated[
     str | None,
-    typer.Option(help="Draft tokens, and verify them together: ngram:3 drafts up to 3. It changes no result."),
+    typer.Option(
+        help="Draft tokens, and verify them together: ngram:3 drafts up to 3 by the text so far, draft:NAME:3 by a "
+        "smaller model of the same vocabulary. It changes no result."
+    ),
 ]
 ModelName = Annotated[
     str,

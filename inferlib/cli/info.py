@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from inferlib.cli.arguments import FormatArguments, Json, ShapeArguments, grouped
+from inferlib.cli.arguments import FormatArguments, Json, ShapeArguments, Speculation, grouped
 from inferlib.cli.output import json_line, user_errors, write
 
 
@@ -28,6 +28,7 @@ def info(
         str | None, typer.Option(help="Also say how many tokens a cache of this size holds, such as 16GiB.")
     ] = None,
     formats: FormatArguments,
+    speculation: Speculation = None,
     json: Json = False,
 ) -> None:
     """Show a model's recipe, its parameters and the bytes of weights and cache.
@@ -46,5 +47,6 @@ def info(
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
             cache_memory=cache_memory,
+            speculation=speculation,
         )
     write(json_line(result.facts()).decode() if json else result.text(terminal=sys.stdout.isatty()))

@@ -24,7 +24,10 @@ class WorkloadArguments:
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64
     slo: Annotated[str, typer.Option(help="Limits in seconds that must hold, such as ttft=0.5,itl=0.02.")] = ""
     speculation: Annotated[
-        str | None, typer.Option(help="Drafts that a step may verify, such as ngram:3; each plan takes as many as pay.")
+        str | None,
+        typer.Option(
+            help="Drafts that a step may verify, such as ngram:3 or draft:NAME:3; each plan takes as many as pay."
+        ),
     ] = None
     acceptance: Annotated[
         float | None, typer.Option(help="With --speculation: the share of drafts that stand, such as 0.7.")
@@ -78,13 +81,13 @@ def plan(
     """
     shape.check()
     check_output_file("--plot", output.plot)
-    from inferlib.deploy.plan import Drafts, Workload
+    from inferlib.deploy.plan import Workload, drafts_option
     from inferlib.deploy.plan import plan as rank
     from inferlib.planning.simulator import mean_workload
 
     with user_errors():
         trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation)
-        drafts = Drafts.of(work.speculation, work.acceptance)
+        drafts = drafts_option(work.speculation, work.acceptance)
         offers = trace.offers() if trace.trace else None
         if offers is None:
             workload = Workload(work.input_len, work.output_len, work.concurrency)

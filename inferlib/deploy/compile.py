@@ -13,9 +13,18 @@ from typing import Any, TypedDict, Unpack
 from inferlib.aot.artifacts import ArtifactWriter
 from inferlib.aot.compile import check_compiler, compile_programs, file_name
 from inferlib.aot.neuron import script
-from inferlib.config import Buckets, ConfigurationError, brief, bytes_option, check_flag, checked_path
+from inferlib.config import (
+    Buckets,
+    ConfigurationError,
+    brief,
+    bytes_option,
+    check_flag,
+    checked_path,
+    speculation_option,
+)
 from inferlib.configs import load
 from inferlib.deploy.source import ModelSource, model_source
+from inferlib.draft_files import check_tokenizers
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.inspection.report_html import page
@@ -76,7 +85,7 @@ def compile(
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
         "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
         backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
-        sequences takes), speculation ("ngram:3", as for `LLM`).
+        sequences takes), speculation ("ngram:3" or "draft:NAME:3", as for `LLM`).
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -159,7 +168,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
     buckets = settings.get("buckets")
     if not isinstance(buckets, Buckets | None):
         raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {brief(buckets)}")
-    dtype = settings.get("dtype")
+    dtype, draft = settings.get("dtype"), _draft(source, settings.get("speculation"))
     return Deployment(
         source.hf,
         target=str(slice_),
@@ -173,7 +182,25 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         backend=settings.get("backend", "auto"),
         cache_memory=bytes_option(settings.get("cache_memory")),
         speculation=settings.get("speculation"),
+        draft=draft and draft.hf,
+        draft_quantization=draft and (draft.quantization(None) or draft.quantization(settings.get("quantization"))),
     )
+
+
+def _draft(target: ModelSource, speculation: str | None) -> ModelSource | None:
+    """The model that drafts for a target, None if none does."""
+    chosen = speculation_option(speculation)
+    if chosen is None or chosen.model is None:
+        return None
+    draft = model_source(chosen.model)
+    if target.files is not None:
+        if draft.files is None:
+            raise ConfigurationError(
+                f"the model that drafts, {chosen.model!r}, is a shape without weights, and {target.name!r} has some: "
+                "give files of both, or shapes"
+            )
+        check_tokenizers(draft.files.tokenizer, target.files.tokenizer)
+    return draft
 
 
 def buckets_for(

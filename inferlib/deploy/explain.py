@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import (
@@ -17,11 +17,14 @@ from inferlib.config import (
     PoolSize,
     brief,
     bytes_option,
+    check_draft,
     check_kv_cache_dtype,
+    speculation_option,
 )
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
@@ -29,9 +32,19 @@ from inferlib.programs.choices import Choices
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from inferlib.speculation.settings import Speculation
 from inferlib.tables import Part, Tables
 
-__all__ = ["ModelExplanation", "explain"]
+__all__ = ["Formats", "ModelExplanation", "explain"]
+
+
+class Formats(TypedDict, total=False):
+    """How the weights and the cache are stored, and what drafts; see `explain`."""
+
+    quantization: str | None
+    kv_cache_dtype: str | None
+    cache_memory: int | str | None
+    speculation: str | None
 
 
 def explain(
@@ -40,10 +53,8 @@ def explain(
     *,
     max_batch: int = 8,
     max_len: int | None = None,
-    quantization: str | None = None,
-    kv_cache_dtype: str | None = None,
-    cache_memory: int | str | None = None,
     revision: str | None = None,
+    **formats: Unpack[Formats],
 ) -> ModelExplanation:
     """Describe a model from its config and file headers: its layers, its parameters, the bytes of weights and cache.
 
@@ -57,12 +68,17 @@ def explain(
         at most 2048.
     quantization, kv_cache_dtype: formats of the weights and of the cache, as for `LLM`.
     cache_memory: bytes of a cache, or text such as "16GiB": the result says how many tokens its pages hold.
+    speculation: "draft:NAME:3", as for `LLM`: also what the model takes that drafts. Other drafts take nothing.
     revision: branch, tag or commit of a model of the hub.
 
     Raises CheckpointError, ConfigError, ConfigurationError or ShardingError for input that is wrong.
     """
+    if unknown := sorted(set(formats) - set(Formats.__annotations__)):
+        known = ", ".join(Formats.__annotations__)
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; formats are {known}")
+    quantization, kv_cache_dtype = formats.get("quantization"), formats.get("kv_cache_dtype")
     check_kv_cache_dtype(kv_cache_dtype)
-    memory = bytes_option(cache_memory)
+    memory = bytes_option(formats.get("cache_memory"))
     for name, size, least in (("max_batch", max_batch, 1), ("max_len", max_len, 2)):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
             raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
@@ -77,12 +93,25 @@ def explain(
         )
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
+    draft = _draft(recipe, speculation_option(formats.get("speculation")), length, quantization)
     mesh, implementations = None, ()
     if parallel is not None:
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
         mesh, implementations = _on_mesh(models["bfloat16"], split, (max_batch, length), stored, kv_cache_dtype)
     pool = None if memory is None else (memory, max_batch)
-    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool)
+    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool, draft)
+
+
+def _draft(
+    target: ModelConfig, speculation: Speculation | None, max_len: int, quantization: str | None
+) -> Mapping[str, AbstractModel]:
+    """The model that drafts, by the dtype it is loaded as; empty if none does."""
+    if speculation is None or speculation.model is None:
+        return {}
+    source = model_source(speculation.model)
+    check_draft(source.config, target, max_len)
+    stored = source.quantization(None) or source.quantization(quantization)
+    return {dtype: abstract_model(source.config, dtype, scan=True, quantization=stored) for dtype in DTYPES}
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +121,8 @@ class ModelExplanation(Tables):
     source: the model. models: the abstract model by the dtype it is loaded as. max_len: tokens of a sequence.
     quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. mesh: the arrays and
     collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
-    of a cache on one device and its rows, None if not asked.
+    of a cache on one device and its rows, None if not asked. draft: the model that drafts, by the dtype it is loaded
+    as; empty if none does.
     """
 
     source: ModelSource
@@ -103,6 +133,7 @@ class ModelExplanation(Tables):
     mesh: Explanation | None = None
     implementations: tuple[Mapping[str, str], ...] = ()
     pool: tuple[int, int] | None = None
+    draft: Mapping[str, AbstractModel] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -136,9 +167,11 @@ class ModelExplanation(Tables):
         "states": of a row in recurrent layers, whatever its length; "snapshot": of its states, and its rings in layers
         with a window; "per_sequence": of a row for `max_len` tokens, rings and states included.
         """
+        return self._cache_bytes(self.models)
+
+    def _cache_bytes(self, models: Mapping[str, AbstractModel]) -> dict[str, dict[str, int]]:
         return {
-            dtype: _cache_bytes(model, self.kv_cache_dtype or dtype, self.max_len)
-            for dtype, model in self.models.items()
+            dtype: _cache_bytes(model, self.kv_cache_dtype or dtype, self.max_len) for dtype, model in models.items()
         }
 
     @cached_property
@@ -148,7 +181,7 @@ class ModelExplanation(Tables):
             return None
         (memory, rows), tokens = self.pool, {}
         for dtype, model in self.models.items():
-            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len)
+            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len, self.draft.get(dtype))
             tokens[dtype] = plan.with_snapshots(PoolSize(memory=memory, snapshots=None)).tokens_in(memory)
         return tokens
 
@@ -182,6 +215,9 @@ class ModelExplanation(Tables):
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
         }
+        if self.draft:
+            weights = {dtype: model.nbytes for dtype, model in self.draft.items()}
+            facts["draft"] = {"weight_bytes": weights, "cache_bytes": self._cache_bytes(self.draft)}
         if self.mesh is not None:
             facts |= {"implementations": list(self.implementations), "parallel": self.mesh.facts()}
         return facts
@@ -198,9 +234,9 @@ class ModelExplanation(Tables):
         return f"ModelExplanation({self.source.name}: {self.parameters / 1e6:,.1f} million parameters)"
 
 
-def _plan(model: AbstractModel, rows: int, dtype: str, max_len: int) -> CachePlan:
+def _plan(model: AbstractModel, rows: int, dtype: str, max_len: int, draft: AbstractModel | None = None) -> CachePlan:
     chunk = Buckets.default(1, max_len).prefill[-1]
-    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype)
+    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype, drafting=draft)
 
 
 def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:

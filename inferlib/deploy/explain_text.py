@@ -64,10 +64,13 @@ def memory(facts: Mapping[str, Any], config: ModelConfig) -> Table:
     titles = [weights, *shown.values(), f"{kind} of {facts['max_len']} tokens"]
     for title in [*titles, "tokens in the pool"] if pool else titles:
         table.add_column(title, justify="right")
-    for dtype, cache in facts["cache_bytes"].items():
-        sizes = [*map(cache.get, shown), cache["per_sequence"]]
-        tokens = [f"{pool[dtype]:,}"] if pool else []
-        table.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]), *tokens)
+    parts = {"": facts} | ({" of the draft model": facts["draft"]} if "draft" in facts else {})
+    for dtype in facts["cache_bytes"]:
+        for what, part in parts.items():
+            cache = part["cache_bytes"][dtype]
+            sizes = [part["weight_bytes"][dtype], *map(cache.get, shown), cache["per_sequence"]]
+            tokens = [f"{pool[dtype]:,}"] if pool and not what else []
+            table.add_row(f"{dtype}{what}", *map(decimal, sizes), *tokens)
     return table
 
 

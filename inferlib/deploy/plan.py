@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from inferlib.aot.verify import Check, by_compiler, candidates, deployment, programs, verify
-from inferlib.config import ConfigurationError, brief, check_kv_cache_dtype, checked_path
+from inferlib.config import ConfigurationError, brief, check_kv_cache_dtype, checked_path, speculation_option
 from inferlib.deploy import plan_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.inspection.outcome import Outcome
@@ -74,8 +74,18 @@ def plan(
     slice_ = parse_target(target)
     source = model_source(model, revision, files=False)
     formats = planner.formats(source.shipped, quantization)
+    if drafts is not None:
+        drafts.check(source.config)
     ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts)
     return PlanResult(source, ranking, drafts)
+
+
+def drafts_option(speculation: str | None, acceptance: float | None) -> Drafts | None:
+    """Of two options, of which speculation is text such as "ngram:3" or "draft:NAME:3". Raises CheckpointError,
+    ConfigError or ConfigurationError."""
+    chosen = speculation_option(speculation)
+    model = None if chosen is None or chosen.model is None else model_source(chosen.model, files=False).config
+    return Drafts.of(chosen, acceptance, model)
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype, speculation_option
+from inferlib.draft_files import DraftFiles
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
@@ -64,6 +66,7 @@ class Choices:
     parallel: Parallelism | None
     placement: ExpertPlacement | None
     engine: EngineOptions
+    draft: DraftFiles | None = None
 
     @staticmethod
     def read(
@@ -72,6 +75,8 @@ class Choices:
         quantization: str | None,
         parallel: str | Parallelism | None,
         engine: EngineOptions,
+        *,
+        progress: bool = False,
     ) -> Choices:
         if dtype is not None:
             check_dtype(dtype)
@@ -82,7 +87,9 @@ class Choices:
             placement.check(files.config)
         if parallel is not None:
             parallel = Parallelism.read(parallel)
-        return Choices(dtype, stored, parallel, placement, engine)
+        speculation = speculation_option(engine.speculation)
+        draft = DraftFiles.open(speculation, files, quantization, progress=progress)
+        return Choices(dtype, stored, parallel, placement, engine, draft)
 
     @property
     def expert_slots(self) -> int | None:
@@ -92,6 +99,7 @@ class Choices:
         """Settings that all processes must share, by name."""
         settings = {field.name: getattr(self.engine, field.name) for field in fields(EngineOptions)}
         settings |= {"dtype": self.dtype, "quantization": self.quantization, "parallel": self.parallel}
+        settings |= {"draft": None if self.draft is None else (self.draft.config, self.draft.quantization)}
         return settings | {"expert_placement": self.placement}
 
     def compiled(self) -> dict[str, Any]:
@@ -100,7 +108,8 @@ class Choices:
         names += ("cache_memory", "page_size")
         made = {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
         speculation = self.engine.speculation
-        return made | {"speculation": None if speculation is None else str(speculation)}
+        made |= {"speculation": None if speculation is None else str(speculation)}
+        return made | {"draft_quantization": None if self.draft is None else self.draft.quantization}
 
 
 def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
@@ -112,17 +121,12 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     def resolve(options: EngineOptions) -> EngineConfig:
         return options.resolve(device, shards, model)
 
-    config = resolve(choices.engine)
-    config.check_model(model)
-    abstract = abstract_model(
-        model,
-        dtype,
-        quantization=choices.quantization,
-        backend=config.backend,
-        scan=config.scan,
-        shards=shards,
-        expert_slots=choices.expert_slots,
-    )
-    programs = ProgramSet.make(abstract, with_memory(choices.engine, resolve, abstract, this_memory))
+    config, draft = resolve(choices.engine), choices.draft
+    config.check_model(model, None if draft is None else draft.config)
+    describe = partial(abstract_model, dtype=dtype, backend=config.backend, scan=config.scan, shards=shards)
+    abstract = describe(model, quantization=choices.quantization, expert_slots=choices.expert_slots)
+    drafting = None if draft is None else describe(draft.config, quantization=draft.quantization)
+    config = with_memory(choices.engine, resolve, abstract, this_memory, drafting)
+    programs = ProgramSet.make(abstract, config, drafting=drafting)
     programs.choose_layouts()
     return programs

@@ -101,7 +101,8 @@ class Engine:
     Calls come from one thread at a time (see `EngineThread`).
 
     channel: to the other processes whose devices are in the mesh. Sequences run on process 0; the others `follow`.
-    programs: programs of this model and config; by default a new, empty set.
+    weights: of the model, and of one that drafts behind them. programs: of this model and config; by default a new,
+    empty set.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Engine:
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         check_tiers(self.plan, config)
-        self.tiers = Tiers(model, weights, self.plan, config) if config.has_tiers else None
+        self.tiers = Tiers(self.programs.models, weights, self.plan, config) if config.has_tiers else None
         self.stats, self.clock = EngineStats(), Clock()
         cascade = Cascade.of(config, self.plan, len(model.config.layers))
         self.scheduler = Scheduler(config, self.plan, cascade, self.tiers)

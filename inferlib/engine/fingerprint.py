@@ -23,19 +23,22 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
-def fingerprint(model: AbstractModel, weights: Sequence[jax.Array], plan: CachePlan, transfer: PageTransfer) -> bytes:
-    """Equal for engines whose pages are the same numbers in the same order. weights: all of them are read, on their
-    devices."""
+def fingerprint(
+    models: Sequence[AbstractModel], weights: Sequence[jax.Array], plan: CachePlan, transfer: PageTransfer
+) -> bytes:
+    """Equal for engines whose pages are the same numbers in the same order. models: whose cells pages have. weights:
+    theirs, one after the other; all of them are read, on their devices."""
+    specs = [spec for model in models for spec in model.specs]
     shards = transfer.shards
     arrays = [[x.axes, x.dtype.name, x.fold, x.shape[x.axes.index(axes.PAGES) + 1 :]] for x in plan.arrays]
     parts: dict[str, Any] = {
-        "model": asdict(model.config),
-        "weights": [[spec.name, spec.shape, spec.dtype.name] for spec in model.specs],
+        "models": [asdict(model.config) for model in models],
+        "weights": [[spec.name, spec.shape, spec.dtype.name] for spec in specs],
         "page": [plan.page, [group._asdict() for group in transfer.groups], arrays],
         "mesh": [shards.preset, dict(shards.mesh.shape) if shards.mesh is not None else {}],
     }
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=MODEL_BYTES)
-    for spec, x in zip(model.specs, weights, strict=True):
+    for spec, x in zip(specs, weights, strict=True):
         digest.update(np.asarray(run(checksum, (shards, spec.axes), x)).tobytes())
     return digest.digest()
 

@@ -37,9 +37,10 @@ def with_memory(
     resolve: Callable[[EngineOptions], EngineConfig],
     model: AbstractModel,
     memory: Callable[[EngineConfig], int | None],
+    drafting: AbstractModel | None = None,
 ) -> EngineConfig:
     """Resolve the options and size the cache: as `cache_memory` says, or to what a device's `memory` leaves.
-    `max_batch` and `max_len` are lowered to fit, where the options leave them open.
+    `max_batch` and `max_len` are lowered to fit, where the options leave them open. drafting: a model that drafts.
 
     Raises ConfigurationError for a share of a memory that is not known, and where nothing is left.
     """
@@ -53,7 +54,7 @@ def with_memory(
             f"this device does not tell its memory: give cache_memory in bytes, not {wanted} of it"
         )
     while True:
-        left = int(whole * wanted) if wanted else _left(config, model, whole)
+        left = int(whole * wanted) if wanted else _left(config, model, whole, drafting)
         half = config.max_batch // 2
         fixed = options.max_batch is not None or options.buckets is not None
         if fixed or half < 8 or half % config.shards.replicas or _of_rows(config, model) <= _OF_ROWS * left:
@@ -65,15 +66,15 @@ def with_memory(
             "for the cache: split the model over more devices with parallel, quantize it, or lower max_batch or the "
             "prefill buckets"
         )
-    longest = _plan(config, model).tokens_in(left, config.shards) // config.shards.replicas
+    longest = _plan(config, model, drafting).tokens_in(left, config.shards) // config.shards.replicas
     if options.max_len is None and options.buckets is None and 2 <= longest < config.max_len:
         config = resolve(replace(options, max_batch=config.max_batch, max_len=longest))
     return replace(config, cache_memory=left)
 
 
-def _left(config: EngineConfig, model: AbstractModel, memory: int) -> int:
+def _left(config: EngineConfig, model: AbstractModel, memory: int, drafting: AbstractModel | None) -> int:
     """Bytes of a device that are left for its cache."""
-    demand = Demand(model, config, cache=0, temporaries=_temporaries(config, model))
+    demand = Demand(model, config, cache=0, temporaries=_temporaries(config, model), drafting=drafting)
     return int(memory * (1 - _MARGIN)) - demand.weights - demand.state - demand.temporaries
 
 
@@ -115,12 +116,12 @@ def _of_rows(config: EngineConfig, model: AbstractModel) -> int:
     return sum(array.nbytes(config.shards) for array, of_rows in pairs if of_rows)
 
 
-def _plan(config: EngineConfig, model: AbstractModel) -> CachePlan:
+def _plan(config: EngineConfig, model: AbstractModel, drafting: AbstractModel | None = None) -> CachePlan:
     """The cache with room for all rows."""
     sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
     dtype = config.kv_cache_dtype or model.dtype
     pool = PoolSize(config.page_size, snapshots=config.pool.snapshots or 0)  # by default they take what is left
-    return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool)
+    return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool, drafting=drafting)
 
 
 def this_memory(config: EngineConfig) -> int | None:

@@ -47,14 +47,15 @@ class Tiers:
     """The tiers of an engine, whose thread makes all calls.
 
     What the devices have no room for goes to the host and to disk at the same time, and what comes from disk to the
-    host too. hit_tokens: that were fetched, by tier. dropped: pages that are in no tier, as the disk did not keep up.
+    host too. models, weights: see `fingerprint`. hit_tokens: that were fetched, by tier. dropped: pages that are in no
+    tier, as the disk did not keep up.
     """
 
-    def __init__(self, model: AbstractModel, weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
+    def __init__(self, models: Items[AbstractModel], weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
         self.transfer = PageTransfer(plan, config.shards)
         self.page, self.disk = plan.page, None
         if config.disk_cache is not None:
-            of_model = fingerprint(model, weights, plan, self.transfer)
+            of_model = fingerprint(models, weights, plan, self.transfer)
             self.disk = DiskTier(config.disk_cache, of_model, self.transfer.forms, config.disk_cache_size)
         self.host = HostTier(config.host_cache // self.transfer.nbytes) if config.host_cache else None
         self.rule = FetchRule(plan.page, self.transfer.nbytes)

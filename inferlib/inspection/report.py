@@ -18,6 +18,7 @@ from typing import Any
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import ConfigurationError
 from inferlib.inspection.outcome import Outcome
+from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
@@ -63,10 +64,10 @@ class Budget:
         def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
             return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(sum(array.nbytes(shards) for array in b.owned), b) for b in plan.blocks]
+        blocks = [(sum(array.nbytes(shards) for array in b.owned), b) for b in plan.every_block]
         rows = programs.config.rows
         return Budget(
-            weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
+            weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.specs),
             cache=sum(size for size, _ in blocks),
             rows=rows,
             replicas=shards.replicas,
@@ -314,7 +315,7 @@ def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> fl
         return None
     shards = planned.config.shards
     network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
-    (step,) = explain(planned.model, planned.plan, planned.config, [key]).steps
+    (step,) = explain(planned.model, planned.plan, planned.config, [key], planned.drafter).steps
     return sum(c.count * network.seconds(c, ATTAINED) for c in step.collectives)
 
 
@@ -323,10 +324,22 @@ def _tokens(shards: Shards, key: ProgramKey) -> int:
     return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.decoded
 
 
+def _passes(programs: ProgramSet, key: ProgramKey) -> Iterator[tuple[AbstractModel, CachePlan, ProgramKey, int]]:
+    """The models that a step runs: each with its cache, the step that it sees, and how often it runs. One that drafts
+    runs once for each draft, or once to follow the other."""
+    yield programs.model, programs.plan, key, 1
+    if programs.drafter is not None and key.part != "choose":
+        yield programs.drafter.model, programs.plan.of_drafts, replace(key, drafts=0), max(key.drafts, 1)
+
+
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     """Bytes that a step must read on one device: its weights once, and the cache of its rows once. Experts count as far
     as they are chosen if all are equally likely."""
-    model, plan, shards = programs.model, programs.plan, programs.config.shards
+    shards = programs.config.shards
+    return sum(times * _bytes_of(model, plan, shards, seen) for model, plan, seen, times in _passes(programs, key))
+
+
+def _bytes_of(model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey) -> int:
     tokens, total = _tokens(shards, key), expert_bytes(model, shards, _tokens(shards, key))
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:
@@ -349,7 +362,11 @@ def _cache_read(plan: CachePlan, block: BlockCache | BlockState, shards: Shards,
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     """FLOPs of the matrix products of a step on one device, with attention over all of `key.limit` (or the window)."""
-    model, shards = programs.model, programs.config.shards
+    shards = programs.config.shards
+    return sum(times * _flops_of(model, shards, seen) for model, _, seen, times in _passes(programs, key))
+
+
+def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey) -> int:
     tokens = _tokens(shards, key)
     matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
     inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)

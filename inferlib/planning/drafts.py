@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferlib.config import ConfigurationError, brief, speculation_option
+from inferlib.config import ConfigurationError, brief, check_draft
 from inferlib.models.config import ModelConfig
 from inferlib.speculation.settings import Speculation
 
@@ -14,10 +14,10 @@ class Drafts:
     """Drafts that decode steps may verify.
 
     speculation: its `counts` are what a step may draft. acceptance: the share of drafts that stand, of those whose
-    predecessors do. model: runs on the same mesh, in the number formats of the model that it drafts for, one step for
-    each draft; None: drafts take no time, as those of n-grams.
+    predecessors do. model: what drafts, if a model does: it runs on the same mesh, in the number formats of the model
+    that it drafts for, one step for each draft. Other drafts take no time.
 
-    Raises ConfigurationError for an acceptance that is no share.
+    Raises ConfigurationError for an acceptance that is no share, and for a model that is missing or does not draft.
     """
 
     speculation: Speculation
@@ -30,10 +30,21 @@ class Drafts:
                 f"acceptance is a share of drafts from 0 to 1, such as 0.7, got {brief(self.acceptance)}"
             )
 
+        if (self.model is not None) != self.speculation.by_model:
+            need = "need a" if self.speculation.by_model else "have no"
+            raise ConfigurationError(
+                f"drafts of {self.speculation} {need} model: give one with Speculation('draft', model=NAME), and none "
+                "with others"
+            )
+
+    def check(self, target: ModelConfig) -> None:
+        """Raise ConfigurationError if the model cannot draft for a target."""
+        if self.model is not None:
+            check_draft(self.model, target)
+
     @staticmethod
-    def of(speculation: str | None, acceptance: float | None) -> Drafts | None:
-        """Of two options, of which speculation is text such as "ngram:3". Raises ConfigurationError."""
-        chosen = speculation_option(speculation)
+    def of(chosen: Speculation | None, acceptance: float | None, model: ModelConfig | None = None) -> Drafts | None:
+        """Of two options, and the model that drafts, if one does. Raises ConfigurationError."""
         if chosen is None:
             if acceptance is not None:
                 raise ConfigurationError("acceptance is about drafts: give speculation too, such as ngram:3")
@@ -42,7 +53,7 @@ class Drafts:
             raise ConfigurationError(
                 f"a plan with {chosen} needs acceptance, the share of drafts that stand: such as 0.7"
             )
-        return Drafts(chosen, acceptance)
+        return Drafts(chosen, acceptance, model)
 
     def tokens(self, count: int) -> float:
         """Tokens that a row gets of a step with so many drafts, on average (Leviathan et al. 2023, equation 1)."""

@@ -25,6 +25,7 @@ from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState, state_axes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from inferlib.speculation.drafter import ModelDrafter
 from inferlib.tables import Part, Tables
 
 __all__ = ["Collective", "Explanation", "Placement", "Step", "explain"]
@@ -65,8 +66,15 @@ class Explanation(Tables):
         return [placements, *explain_text.waste(self.waste), *explain_text.steps(self.steps)]
 
 
-def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: Sequence[ProgramKey]) -> Explanation:
-    """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs."""
+def explain(
+    model: AbstractModel,
+    plan: CachePlan,
+    config: EngineConfig,
+    keys: Sequence[ProgramKey],
+    drafter: ModelDrafter | None = None,
+) -> Explanation:
+    """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs, in which
+    a model that drafts may have a part."""
     place = partial(_place, config.shards)
     history = 0 if config.speculation is None else plan.max_len
     state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns, history))
@@ -79,14 +87,16 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields if x is not None),
         waste=model.layout.waste(),
-        steps=tuple(_step(model, plan, config, key) for key in keys),
+        steps=tuple(_step(model, plan, config, key, drafter) for key in keys),
     )
 
 
-def _step(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Step:
+def _step(
+    model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey, drafter: ModelDrafter | None
+) -> Step:
     prompt = key.chunks * key.chunk
     tokens = prompt // config.shards.size(axes.TOKENS) + key.rows
-    collectives = record(model, plan, config, key)
+    collectives = record(model, plan, config, key, drafter)
     return Step(key, prompt + key.rows, collectives, expert_bytes(model, config.shards, tokens))
 
 

@@ -28,6 +28,7 @@ from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from inferlib.speculation.drafter import ModelDrafter
 
 _KINDS: dict[str, Kind] = {
     "psum": "all-reduce",
@@ -47,7 +48,9 @@ _KERNELS: dict[str, Kind] = {
 }
 
 
-def record(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> tuple[Collective, ...]:
+def record(
+    model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey, drafter: ModelDrafter | None = None
+) -> tuple[Collective, ...]:
     """The collectives of one step of a program, in the order of their first appearance."""
     shards = config.shards
     if shards.mesh is None:
@@ -55,10 +58,10 @@ def record(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Pro
     shards = replace(shards, mesh=getattr(shards.mesh, "abstract_mesh", shards.mesh))
     config = replace(config, shards=shards, backend=_without_kernels(model, config.backend), free_layouts=True)
     key = replace(key, steps=1) if config.counted else key  # a counted loop would repeat each step's collectives
-    inputs = ProgramSet(model, plan, config).inputs(key)
+    inputs = ProgramSet(model, plan, config, drafter=drafter).inputs(key)
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     recording = _Recording(model, config, key)
-    recording.read(jax.make_jaxpr(build(model, plan, config, key))(*inputs).jaxpr)
+    recording.read(jax.make_jaxpr(build(model, plan, config, key, drafter))(*inputs).jaxpr)
     return recording.collectives
 
 

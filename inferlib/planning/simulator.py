@@ -164,7 +164,7 @@ class Device(ProgramSet):
     the host reads it."""
 
     def __init__(self, deployed: Deployed, config: EngineConfig):
-        sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
+        sizes: dict[str, Any] = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
         dtype = deployed.kv_cache_dtype or "bfloat16"
         plan = plan_cache(deployed.model, **sizes, dtype=dtype, platform=config.platform, pool=config.pool)
         on_host = _OnHost(config.shards.mesh, config.shards.rules)

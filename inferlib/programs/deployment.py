@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
-    speculation: as text, such as "ngram:3".
+    speculation: as text, such as "ngram:3". draft: the Hugging Face config of the model that drafts, if one does;
+    draft_quantization: how its weights are stored.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
     backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
     go together.
@@ -60,10 +61,17 @@ class Deployment:
     cache_memory: int | None = None
     page_size: int = PoolSize().page
     speculation: str | None = None
+    draft: Mapping[str, Any] | None = None
+    draft_quantization: Quantization | None = None
 
     def __post_init__(self):
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
+        if (self.draft is not None) != (speculation is not None and speculation.by_model):
+            raise ConfigurationError(
+                f"draft is the config of the model that drafts, and speculation is {self.speculation}: give both, such "
+                "as draft={...} with speculation='draft:NAME:3', or neither"
+            )
         object.__setattr__(self, "backend", backend_option(self.backend))
         check_dtype(self.dtype)
         if self.max_len > self.model.context:
@@ -83,7 +91,7 @@ class Deployment:
             )
         preset(self.parallel.rules)
         config = self.config(planned_shards(self.parallel))
-        config.check_model(self.model)
+        config.check_model(self.model, self.draft_model)
         planned_keys(config, self.modes)
         if "processed" in self.modes:
             raise ConfigurationError(
@@ -106,6 +114,11 @@ class Deployment:
     def model(self) -> ModelConfig:
         return config_from_hf(dict(self.hf))
 
+    @property
+    def draft_model(self) -> ModelConfig | None:
+        """The model that drafts."""
+        return None if self.draft is None else config_from_hf(dict(self.draft))
+
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
@@ -123,12 +136,13 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs for a mesh: that of `shards`, or of `planned_shards` if there are no devices."""
         config = self.config(shards)
-        options: dict[str, Any] = dict(
-            backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots
-        )
-        model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
+        describe = partial(abstract_model, dtype=self.dtype, backend=config.backend, scan=config.scan, shards=shards)
+        model, draft = describe(self.model, quantization=self.quantization, expert_slots=self.expert_slots), None
         check_packed(model, config, on_devices=True)
-        return ProgramSet.make(model, config, layouts)
+        if self.draft_model is not None:
+            draft = describe(self.draft_model, quantization=self.draft_quantization)
+            check_packed(draft, config, on_devices=True)
+        return ProgramSet.make(model, config, layouts, draft)
 
     def planned(self) -> ProgramSet:
         """Its programs for planning, without devices."""
@@ -145,7 +159,8 @@ class Deployment:
         return sorted(keys, key=lambda key: key != programs.decisive)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "hf": dict(self.hf), "buckets": asdict(self.buckets)}
+        configs = {"hf": dict(self.hf), "draft": None if self.draft is None else dict(self.draft)}
+        return {**asdict(self), **configs, "buckets": asdict(self.buckets)}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Deployment:
@@ -153,7 +168,7 @@ class Deployment:
             "buckets": Buckets(**value["buckets"]),
             "parallel": Parallelism(**value["parallel"]),
             "modes": tuple(value["modes"]),
-            "quantization": Quantization.from_json(value["quantization"]),
+            **{name: Quantization.from_json(value[name]) for name in ("quantization", "draft_quantization")},
         }
         return Deployment(**{f.name: value[f.name] for f in fields(Deployment)} | made)
 

@@ -41,22 +41,30 @@ def too_large(error: str) -> bool:
 @dataclass(frozen=True)
 class Demand:
     """Bytes that an engine takes on a device: weights, cache and the rows' sampling state, and the most that one of its
-    programs takes beside them (0 if none is compiled)."""
+    programs takes beside them (0 if none is compiled). drafting: a model that drafts."""
 
     model: AbstractModel
     config: EngineConfig
     cache: int
     temporaries: int
+    drafting: AbstractModel | None = None
 
     @staticmethod
-    def of(model: AbstractModel, plan: CachePlan, config: EngineConfig, temporaries: int) -> Demand:
+    def of(
+        model: AbstractModel,
+        plan: CachePlan,
+        config: EngineConfig,
+        temporaries: int,
+        drafting: AbstractModel | None = None,
+    ) -> Demand:
         arrays = plan.arrays if plan.no_prefix_caching(config) else plan.arrays + plan.snapshot_arrays
-        return Demand(model, config, sum(array.nbytes(config.shards) for array in arrays), temporaries)
+        return Demand(model, config, sum(array.nbytes(config.shards) for array in arrays), temporaries, drafting)
 
     @property
     def weights(self) -> int:
         shape_of = self.config.shards.local_shape
-        return sum(nbytes(shape_of(spec.axes, spec.shape), spec.dtype) for spec in self.model.specs)
+        specs = self.model.specs + (() if self.drafting is None else self.drafting.specs)
+        return sum(nbytes(shape_of(spec.axes, spec.shape), spec.dtype) for spec in specs)
 
     @property
     def state(self) -> int:

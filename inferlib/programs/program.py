@@ -26,10 +26,12 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.blocks import sums_feed_norms
+from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
+from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState, map_state, state_axes
-from inferlib.programs.verification import Tally, accepted, drafts_of, gathered, hidden_of_tokens, verification_batch
+from inferlib.programs.verification import Tally, accepted, gathered, hidden_of_tokens, verification_batch
 from inferlib.sampling.sampler import (
     Sampled,
     Vocabulary,
@@ -42,6 +44,7 @@ from inferlib.sampling.sampler import (
     unpack,
 )
 from inferlib.sharding import axes
+from inferlib.speculation.drafter import Caches, DraftRows, DraftTools, ModelDrafter
 from inferlib.speculation.settings import Speculation
 
 Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
@@ -174,15 +177,22 @@ class StepOutput(NamedTuple):
     tally: Tally | None = None
 
 
-def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
+def build(
+    model: AbstractModel,
+    plan: CachePlan,
+    config: EngineConfig,
+    key: ProgramKey,
+    drafter: ModelDrafter | None = None,
+) -> Callable:
     """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key; of
     one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`.
 
-    prefixes: see `unpack_prefixes`, of a program with `cascade`.
+    prefixes: see `unpack_prefixes`, of a program with `cascade`. drafter: a model that drafts, whose weights and cache
+    lie behind the model's.
 
     On a mesh it takes whole arrays and runs one device's part of it on each.
     """
-    maker = _Maker(model, plan, config, key)
+    maker = _Maker(model, plan, config, key, drafter)
     step = maker.forward if key.mode == "embed" else maker.step
     whole = step if key.chunks else maker.decode
     function = {"forward": maker.forward, "choose": maker.choose}.get(key.part, whole)
@@ -198,7 +208,8 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
         taken, returned = (state, _logits_specs(spec, key), _masks_specs(spec, key)), (state,)
     else:
         returned = (tuple(spec(array.axes) for array in plan.arrays), state)
-        taken = (tuple(spec(w.axes) for w in model.specs), *returned, spec((axes.ROWS, None)))
+        weights = model.specs + (() if drafter is None else drafter.model.specs)
+        taken = (tuple(spec(w.axes) for w in weights), *returned, spec((axes.ROWS, None)))
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
@@ -281,6 +292,7 @@ class _Maker:
     plan: CachePlan
     config: EngineConfig
     key: ProgramKey
+    drafter: ModelDrafter | None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -301,22 +313,55 @@ class _Maker:
     def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'
         load from the `counted` tokens [T]."""
-        decoder = self.model.merge(weights)
-        config = self.config
-        ctx = StepContext(
-            batch,
-            self.model.config,
-            self.plan.max_len,
-            self.key.limit,
-            config.backend,
-            config.shards,
-            counted if config.expert_load else None,
-            table,
-            config.prefill_unit,
-            prefixes,
-        )
-        hidden, caches, mailboxes, load, _ = decoder(ctx, self.plan.view(cache), mailboxes)
-        return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
+        decoder, config = self.model.merge(weights[: len(self.model.specs)]), self.config
+        ctx = self.context(self.model.config, config.backend, table, batch)
+        ctx = replace(ctx, counted=counted if config.expert_load else None, prefixes=prefixes)
+        caches, of_drafts = self.split(cache)
+        hidden, caches, mailboxes, load, _ = decoder(ctx, caches, mailboxes)
+        cache = self.plan.flatten(caches + of_drafts)
+        return hidden, decoder, cache, mailboxes, None if load is None else load[None, None]
+
+    def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
+        """A step of a model whose rows have these pages."""
+        config, limits = self.config, (self.plan.max_len, self.key.limit)
+        return StepContext(batch, model, *limits, backend, config.shards, table=table, run=config.prefill_unit)
+
+    def split(self, cache: tuple[jax.Array, ...]) -> tuple[Caches, Caches]:
+        """The caches of the model, and of one that drafts."""
+        caches, count = self.plan.view(cache), len(self.plan.blocks)
+        return caches[:count], caches[count:]
+
+    def tools(self, drafter: ModelDrafter, weights, rows: RowState) -> DraftTools:
+        """What a model that drafts needs, for rows of this state."""
+        model = drafter.model
+        context = partial(self.context, model.config, drafter.backend, rows.pages)
+        return DraftTools(model.merge(weights[len(self.model.specs) :]), context, partial(self.drafted, rows))
+
+    def drafted(self, rows: RowState, logits: jax.Array, ahead: jax.Array | int) -> jax.Array:
+        """The token that each row would choose by these logits, so many tokens behind its next one."""
+        if self.key.mode == "greedy":
+            return sample(logits, None, None, None, mode="greedy", vocabulary=self.vocabulary).token
+        params, number = unpack(rows.ints, rows.floats), rows.generated + ahead
+        return sample(logits, params, rows.counts, number, mode="sample", vocabulary=self.vocabulary).token
+
+    def followed(self, weights, cache, state: RowState, batch: StepBatch):
+        """The cache after a step that drafts nothing, as a model that drafts leaves it."""
+        if self.drafter is None:
+            return cache
+        caches, of_drafts = self.split(cache)
+        of_drafts = self.drafter.follow(self.tools(self.drafter, weights, state), of_drafts, batch)
+        return self.plan.flatten(caches + of_drafts)
+
+    def proposed(self, speculation: Speculation, weights, cache, rows: RowState):
+        """The cache, and the drafts of each row: as many as the key has, or one to see whether it would stand."""
+        assert rows.history is not None
+        count = max(self.key.drafts, 1)
+        if self.drafter is None:
+            return cache, speculation.drafter.propose(rows.history, rows.length + 1, count)
+        caches, of_drafts = self.split(cache)
+        wanted = DraftRows(rows.history, rows.length, jnp.where(rows.active, rows.budget, 0))
+        of_drafts, drafts = self.drafter.propose(self.tools(self.drafter, weights, rows), of_drafts, wanted, count)
+        return self.plan.flatten(caches + of_drafts), drafts
 
     def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
         return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
@@ -362,7 +407,7 @@ class _Maker:
 
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, logits [B, V] of the next token of each row, the mailboxes and the experts' load."""
-        batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
+        batch = rows_batch(rows)
         more = rows.pages, self.counted_rows(rows), mailboxes, shared
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
         return cache, self.logits(decoder, hidden), mailboxes, load
@@ -387,7 +432,7 @@ class _Maker:
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
         """`decode_step` with drafts. Without, a draft is made to see whether it would stand."""
-        drafts = drafts_of(speculation.drafter, rows, max(self.key.drafts, 1))
+        cache, drafts = self.proposed(speculation, weights, cache, rows)
         if self.key.drafts:
             cache, logits, mailboxes, load = self.draft_logits(weights, cache, rows, drafts, mailboxes)
         else:
@@ -464,6 +509,7 @@ class _Maker:
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if chunk is None:
             cache, logits, _, load = self.row_logits(weights, cache, rows, self.mailboxes())
+            cache = self.followed(weights, cache, state, rows_batch(rows))
             return cache, state, output._replace(load=load, logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         stripe = self.config.shards.stripe(axes.TOKENS)
@@ -473,7 +519,7 @@ class _Maker:
         prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, state.pages, counted)
-        split = tokens.size
+        cache, split = self.followed(weights, cache, state, batch), tokens.size
         if key.mode == "embed":
             pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
             return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load)
@@ -560,6 +606,11 @@ class _Maker:
         positions = jnp.where(at < info["length"][:, None], info["start"][:, None] + at, self.plan.max_len)
         new = new.with_tokens(info["row"][:, None], positions, chunk.tokens)
         return new.with_tokens(rows, info["start"] + info["length"], sampled.token), sampled
+
+
+def rows_batch(rows: RowState) -> StepBatch:
+    """A step of each row's last token."""
+    return StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
 
 
 def _kinds(chunk: ChunkInput, info: dict) -> jax.Array:

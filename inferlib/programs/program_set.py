@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.models.abstract import AbstractModel
+from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
@@ -62,6 +62,8 @@ from inferlib.programs.start_functions import prepared, run
 from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
+from inferlib.speculation.draft_model import DraftModel
+from inferlib.speculation.drafter import ModelDrafter
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class ProgramSet:
     """Programs by key, compiled at first use or by `compile_all`; in strict mode never at run time.
 
     layouts: of the weights in memory, one for each. None: the target's usual ones, or, if `config.free_layouts`, those
-    that the compiler finds best for decoding (see `choose_layouts`).
+    that the compiler finds best for decoding (see `choose_layouts`). drafter: a model that drafts.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class ProgramSet:
         config: EngineConfig,
         layouts: Sequence[Layout] | None = None,
         choices: Choices | None = None,
+        drafter: ModelDrafter | None = None,
     ):
-        self.model, self.plan, self.config = model, plan, config
+        self.model, self.plan, self.config, self.drafter = model, plan, config, drafter
         self.choices = choices or Choices.of(config, model, plan)
         self.layouts = layouts and tuple(layouts)
         self.strict = False
@@ -97,12 +100,20 @@ class ProgramSet:
         self._lock = threading.Lock()
 
     @staticmethod
-    def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
+    def make(
+        model: AbstractModel,
+        config: EngineConfig,
+        layouts: Sequence[Layout] | None = None,
+        drafting: AbstractModel | None = None,
+    ) -> ProgramSet:
         """The programs and the cache of an engine. Raises ConfigurationError for arrays that programs cannot take.
 
         Warns of kernels of `config.backend` that cannot run their part of the model, in place of which XLA's form runs.
+        drafting: the model that drafts, if `config.speculation` has one.
         """
-        check_packed(model, config, on_devices=config.shards.mesh is not None or layouts is not None)
+        for one in (model, drafting):
+            if one is not None:
+                check_packed(one, config, on_devices=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
             model,
             rows=config.max_batch,
@@ -111,12 +122,24 @@ class ProgramSet:
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
             pool=config.pool,
+            drafting=drafting,
         )
+        drafter = None if drafting is None else _drafter(drafting, config, plan)
         choices = Choices.of(config, model, plan)
         choices.warn(config.backend, model)
         if choices.fallbacks:
             config = replace(config, backend=choices.runnable(config.backend))
-        return ProgramSet(model, plan, config, layouts, choices)
+        return ProgramSet(model, plan, config, layouts, choices, drafter)
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        """The arrays of all weights, in the order in which programs take them."""
+        return tuple(spec for model in self.models for spec in model.specs)
+
+    @property
+    def models(self) -> tuple[AbstractModel, ...]:
+        """The model, and one that drafts."""
+        return (self.model,) if self.drafter is None else (self.model, self.drafter.model)
 
     @property
     def compiled(self) -> int:
@@ -197,7 +220,8 @@ class ProgramSet:
         """What an engine with these programs takes of a device's memory, as far as they are compiled."""
         stats = [program.memory_analysis() for program in list(self._compiled.values())]
         most = max((s.temp_size_in_bytes for s in stats if s is not None), default=0)
-        return Demand.of(self.model, self.plan, self.config, most)
+        drafting = None if self.drafter is None else self.drafter.model
+        return Demand.of(self.model, self.plan, self.config, most, drafting)
 
     def lower(self, key: ProgramKey, platform: str | None = None) -> jax.stages.Lowered:
         """Trace a key's program from shapes alone; cache and row state are donated.
@@ -210,9 +234,10 @@ class ProgramSet:
         if self._free and takes_weights:
             # Free layouts cannot be part of a ShapeDtypeStruct.
             free["in_shardings"] = (self.formats, *[None] * (len(inputs) - 1))
-        # All take all weights, in their layouts; to embed, the head is not used.
-        built = build(self.model, self.plan, self.config, key)
-        function = jax.jit(built, donate_argnums=donated, keep_unused=key.mode == "embed", **free)
+        # All take all weights, in their layouts: to embed, the head is not used, nor that of a model that follows.
+        whole = takes_weights and (key.mode == "embed" or self.drafter is not None)
+        built = build(self.model, self.plan, self.config, key, self.drafter)
+        function = jax.jit(built, donate_argnums=donated, keep_unused=whole, **free)
         with self._known_device():
             return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 
@@ -229,11 +254,12 @@ class ProgramSet:
     @property
     def formats(self) -> tuple[Format | NamedSharding | None, ...]:
         """Where each weight lives, and in which layout if that is not the usual one."""
-        shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
+        shardings = [self.config.shards.sharding(spec.axes) for spec in self.specs]
         if self.layouts is None and not self._free:
             return tuple(shardings)
         required = {} if self.layouts else self._required_layouts()
-        layouts = self.layouts or [required.get(spec.name, Layout.AUTO) for spec in self.model.specs]
+        wanted = [required.get(spec.name, Layout.AUTO) for spec in self.model.specs]
+        layouts = self.layouts or wanted + [Layout.AUTO] * (len(self.specs) - len(wanted))
         return tuple(
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
@@ -400,7 +426,7 @@ class ProgramSet:
             return state, logits, Masks(self._mask(key.chunks), self._mask(key.rows)), *chunk
         weights = tuple(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
-            for spec, format in zip(self.model.specs, self.formats, strict=True)
+            for spec, format in zip(self.specs, self.formats, strict=True)
         )
         cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
         control = struct((shards.replicas, config.rows + 1), jnp.int32, (axes.ROWS, None))
@@ -430,6 +456,13 @@ class ProgramSet:
             ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
+
+
+def _drafter(model: AbstractModel, config: EngineConfig, plan: CachePlan) -> ModelDrafter:
+    """What drafts by a model, with the kernels that can run it."""
+    choices = Choices.of(config, model, plan.of_drafts)
+    choices.warn(config.backend, model)
+    return DraftModel(model, choices.runnable(config.backend))
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:

@@ -18,15 +18,8 @@ import jax.numpy as jnp
 from inferlib.models.batch import StepBatch
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled
-from inferlib.speculation.settings import Drafter
 
 Advance = Callable[[RowState, jax.Array], tuple[RowState, Sampled]]
-
-
-def drafts_of(drafter: Drafter, rows: RowState, count: int) -> jax.Array:
-    """The drafts [B, k] of rows, whose last token has no cell yet."""
-    assert rows.history is not None
-    return drafter.propose(rows.history, rows.length + 1, count)
 
 
 def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> tuple[StepBatch, jax.Array]:

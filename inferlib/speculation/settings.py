@@ -5,65 +5,78 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any
 
-import jax
-
+from inferlib.speculation.drafter import Drafter
 from inferlib.speculation.ngram import NgramDrafter
 
 MOST_DRAFTS = 15
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Guesses tokens. It must be hashable, and equal to another only if both guess alike."""
-
-    def propose(self, history: jax.Array, lengths: jax.Array, count: int) -> jax.Array:
-        """The next `count` tokens of each of B rows: int32 [B, count], -1 where it has none. Traced into programs.
-
-        history [B, M] int32: the tokens of a row from its first on, of which lengths [B] count; what is behind them,
-        and in rows that do not run, is anything. A wrong guess, out of the vocabulary even, changes no result.
-        """
-        ...
-
-
 _DRAFTERS: Mapping[str, Drafter] = {"ngram": NgramDrafter()}
+_BY_MODEL = ("draft",)  # methods that need a model
+METHODS = (*_DRAFTERS, *_BY_MODEL)
+_TEXT = re.compile(r"([a-z0-9]+)(?::(?!\d+$)(.+?))?(?::(\d{1,4}))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Speculation:
     """Speculative decoding: tokens are drafted, and one step verifies them all (Leviathan et al., ICML 2023).
 
-    method: "ngram", which looks for the end of a row among its own tokens, or a `Drafter`.
+    method: "ngram", which looks for the end of a row among its own tokens; "draft", a smaller model of the same
+        vocabulary; or a `Drafter`.
     tokens: most tokens that are drafted for a step, 1 to 15. Programs for fewer are compiled too: see `counts`.
+    model: of "draft": a model as for `LLM`.
 
     Raises ValueError for others.
     """
 
     method: str | Drafter = "ngram"
     tokens: int = 3
+    model: str | Path | None = None
 
     def __post_init__(self):
         if isinstance(self.method, str):
-            if self.method not in _DRAFTERS:
-                raise ValueError(f"speculation has the methods {', '.join(_DRAFTERS)}, got {self.method[:100]!r}")
+            if self.method not in METHODS:
+                raise ValueError(f"speculation has the methods {', '.join(METHODS)}, got {self.method[:100]!r}")
         elif isinstance(self.method, type) or not isinstance(self.method, Drafter):
             raise ValueError(f"the method of speculation is 'ngram' or a Drafter, got {self.method!r:.100}")
         if type(self.tokens) is not int or not 1 <= self.tokens <= MOST_DRAFTS:
             raise ValueError(f"speculation drafts 1 to {MOST_DRAFTS} tokens, got {self.tokens!r:.100}")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if not self.by_model:
+            if self.model is not None:
+                raise ValueError(
+                    f"speculation by {self.method!r:.100} has no model: leave {str(self.model)!r:.100} out"
+                )
+            return
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ValueError(
+                f"speculation by {self.method!r} needs a model, such as '{self.method}:NAME:4' or "
+                f"Speculation({self.method!r}, model=NAME), got {self.model!r:.100}"
+            )
+        object.__setattr__(self, "model", str(self.model))
 
     @staticmethod
     def read(value: Any) -> Speculation | None:
-        """Of an option: a `Speculation`, text such as "ngram:3", or None. Raises ValueError."""
+        """Of an option: a `Speculation`, text such as "ngram:3" or "draft:NAME:3", or None. Raises ValueError."""
         if value is None or isinstance(value, Speculation):
             return value
-        parts = re.fullmatch(r"([a-z]+)(?::(\d{1,4}))?", value) if isinstance(value, str) else None
+        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
         if parts is None:
-            raise ValueError(f"speculation is Speculation(...) or text such as 'ngram:3', got {value!r:.100}")
-        return Speculation(parts[1], *([int(parts[2])] if parts[2] else []))
+            raise ValueError(
+                f"speculation is Speculation(...) or text such as 'ngram:3' or 'draft:NAME:3', got {value!r:.100}"
+            )
+        return Speculation(parts[1], *([int(parts[3])] if parts[3] else []), model=parts[2])
 
     def __str__(self) -> str:
-        return f"{self.method}:{self.tokens}"
+        return ":".join(str(x) for x in (self.method, self.model, self.tokens) if x is not None)
+
+    @property
+    def by_model(self) -> bool:
+        """True if a model drafts."""
+        return self.method in _BY_MODEL
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -72,4 +85,5 @@ class Speculation:
 
     @property
     def drafter(self) -> Drafter:
+        """What drafts, if no model does."""
         return _DRAFTERS[self.method] if isinstance(self.method, str) else self.method

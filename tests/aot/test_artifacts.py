@@ -30,9 +30,11 @@ from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
 from inferlib.llm import ModelFiles
+from inferlib.models.quantization import Quantization
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sharding.mesh import Parallelism, ShardingError
+from inferlib.speculation.settings import Speculation
 from inferlib.targets import parse_target
 from tests.helpers.cli_model import COMMAND, make_model
 from tests.helpers.damaged_files import damaged_json, problem
@@ -190,6 +192,27 @@ def test_programs_with_speculation(model, tmp_path):
     assert llm.config.speculation == LLM(model, artifacts=folder, progress=False).config.speculation
     with pytest.raises(ArtifactError, match="speculation is ngram:1 in its programs, and ngram:3 here"):
         LLM(model, artifacts=folder, speculation="ngram:3", progress=False)
+
+
+@pytest.mark.slow
+def test_programs_with_a_draft_model(model, tmp_path):
+    folder, other = tmp_path / "compiled", Path(shutil.copytree(model, tmp_path / "draft"))
+    drafts = f"draft:{other}:2"
+    result = compile_into(folder, model, "--speculation", drafts, "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    llm = LLM(model, artifacts=folder, progress=False)
+    tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
+    assert tokens[0] == tokens[1]
+    assert llm.config.speculation == Speculation.read(drafts)
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 0
+    facts = json.loads((folder / "report.json").read_text())
+    assert facts["weights"] == 2 * sum(spec.nbytes for spec in here.engine.model.specs)
+    hf = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(hf | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ArtifactError, match=r"draft\.norm\.eps is .* in its programs, and 0\.5 here"):
+        LLM(model, artifacts=folder, progress=False)
 
 
 def test_another_model_is_named_by_its_field(folder, tmp_path):
@@ -418,6 +441,11 @@ def test_deployments_survive_json(model):
     options = dict(modes=("greedy", "sample"), backend="xla", speculation="ngram:3")
     made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), **options)
     assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
+    options |= dict(speculation="draft:x:3", draft=dict(made.hf), draft_quantization=Quantization.named("int8"))
+    made = deployment_of(model, **options)
+    assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
+    with pytest.raises(ConfigurationError, match="give both, such as draft="):
+        deployment_of(model, speculation="draft:x:3")
 
 
 @pytest.mark.parametrize(

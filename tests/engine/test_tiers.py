@@ -211,10 +211,10 @@ def test_other_weights_take_no_files(checkpoint, tight, tmp_path):
     weights = list(llm.engine.weights)
     changed = weights[-1].ravel().at[7].add(1e-3).reshape(weights[-1].shape)
     others = [Engine(llm.engine.model, (*weights[:-1], changed), llm.engine.config, programs=llm.engine.programs)]
-    others = [Tiers(e.model, e.weights, e.plan, replace(e.config, disk_cache=tmp_path)) for e in others]
+    others = [Tiers([e.model], e.weights, e.plan, replace(e.config, disk_cache=tmp_path)) for e in others]
     int8 = tight("llama int8").engine
-    others.append(Tiers(int8.model, int8.weights, int8.plan, replace(int8.config, disk_cache=tmp_path)))
-    again = Tiers(llm.engine.model, weights, llm.engine.plan, replace(llm.engine.config, disk_cache=tmp_path))
+    others.append(Tiers([int8.model], int8.weights, int8.plan, replace(int8.config, disk_cache=tmp_path)))
+    again = Tiers([llm.engine.model], weights, llm.engine.plan, replace(llm.engine.config, disk_cache=tmp_path))
     assert again.disk.model == of_model
     assert len({of_model, *(tiers.disk.model for tiers in others)}) == 3
 

@@ -35,10 +35,7 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     spans = {row: (first_of(engine, row, stop), stop) for row, stop in lengths.items() if row not in to_restore}
     of_rows = [spans, {row: snapshots[number] for row, number in to_save}]
     masks = []
-    for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
-        if block.shared:
-            continue
-        spec = engine.model.config.layers[layers[0]].attention
+    for spec, block in blocks_of(engine):
         if not block.paged:
             masks.append(np.any([_entries(engine, block, spec, engine.plan.rows, x) for x in of_rows], axis=0))
             continue
@@ -55,6 +52,12 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     return masks
 
 
+def blocks_of(engine: Engine) -> list[tuple[Any, Any]]:
+    """The mixer and the cache of each block that has one, of the model and of one that drafts."""
+    mixers = [m.config.layers[layers[0]].attention for m in engine.programs.models for layers in m.blocks()]
+    return [(spec, block) for spec, block in zip(mixers, engine.plan.every_block, strict=True) if not block.shared]
+
+
 def first_of(engine: Engine, row: int, stop: int) -> int:
     """Where a sequence can go on from a row that has so many tokens, at the earliest: from a snapshot, if any is taken,
     which has what left the window a while ago."""
@@ -69,8 +72,7 @@ def valid_snapshots(engine: Engine) -> list[np.ndarray]:
     snapshots, to_save, _ = snapshots_of(engine)
     waiting = {number for _, number in to_save}
     spans = {number: span for number, span in snapshots.items() if number not in waiting}
-    every = zip(engine.model.blocks(), engine.plan.blocks, strict=True)
-    blocks = [(engine.model.config.layers[layers[0]].attention, b) for layers, b in every if not b.shared]
+    blocks = blocks_of(engine)
     return [_entries(engine, b, spec, engine.plan.snapshots, spans) for spec, b in blocks if not b.paged]
 
 
@@ -122,7 +124,7 @@ def poison(engine: Engine) -> float:
     """Fill what is not valid with NaN, integers with another number, with nothing in flight; returns the share of cells
     that stay."""
     assert not engine._in_flight
-    masks, blocks = valid_cells(engine), [block for block in engine.plan.blocks if not block.shared]
+    masks, blocks = valid_cells(engine), [block for _, block in blocks_of(engine)]
     if engine.snapshots:
         pairs = zip(valid_snapshots(engine), (block for block in blocks if not block.paged), strict=True)
         engine.snapshots = _spoiled(engine.snapshots, [(mask, x.axes) for mask, block in pairs for x in block.owned])

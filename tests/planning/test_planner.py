@@ -126,7 +126,9 @@ def test_errors():
 
 
 def drafts(tokens: int, acceptance: float, model: str | None = None) -> Drafts:
-    return Drafts(Speculation(tokens=tokens), acceptance, model and config_from_hf(configs.load(model)))
+    if model is None:
+        return Drafts(Speculation(tokens=tokens), acceptance)
+    return Drafts(Speculation("draft", tokens, model), acceptance, config_from_hf(configs.load(model)))
 
 
 def test_as_many_drafts_as_pay():
@@ -183,6 +185,8 @@ def test_command(tmp_path):
     screen = run(*arguments, "--speculation", "ngram:3", "--acceptance", "0.8")
     assert "80% of the drafts stand" in screen.output
     assert "--speculation ngram:3" in screen.output
+    screen = run(*arguments, "--speculation", "draft:llama3-1b:3", "--acceptance", "0.9")
+    assert "--speculation draft:llama3-1b:3" in screen.output
 
 
 @pytest.mark.parametrize(
@@ -219,6 +223,10 @@ def test_plans_start_from_how_a_model_is_shipped(name, target, weights):
         (
             ("--config", "llama3-8b", "--target", "v5e-8", "--speculation", "ngram:3", "--acceptance", "1.5"),
             "a share of drafts from 0 to 1",
+        ),
+        (
+            ("--config", "llama3-8b", "--target", "v5e-8", "--speculation", "draft:qwen3-0.6b:3", "--acceptance", "1"),
+            "a vocabulary of 151936 tokens, and this model one of 128256",
         ),
     ],
 )

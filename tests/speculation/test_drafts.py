@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,12 +147,15 @@ def test_full_batches_draft_nothing():
 def test_text_says_what_drafts():
     assert Speculation.read("ngram:5") == Speculation("ngram", 5)
     assert Speculation.read("ngram") == Speculation()
+    assert Speculation.read("draft:hf:org/name:5") == Speculation("draft", 5, "hf:org/name")
+    assert Speculation.read("draft:./a:b") == Speculation("draft", model="./a:b")
+    assert str(Speculation("draft", 2, Path("x/y"))) == "draft:x/y:2"
     assert str(Speculation(tokens=2)) == "ngram:2"
     assert Speculation(tokens=5).counts == (1, 3, 5)
     assert Speculation(tokens=1).counts == (1,)
 
 
-@pytest.mark.parametrize("wrong", ["eagle:3", "ngram:0", "ngram:16", "ngram:x", 3, "", Speculation])
+@pytest.mark.parametrize("wrong", ["eagle:3", "ngram:0", "ngram:16", "ngram:x", "draft", "draft:3", 3, "", Speculation])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ConfigurationError, match="speculation"):
         EngineOptions(speculation=wrong)

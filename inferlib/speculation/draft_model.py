@@ -1,0 +1,56 @@
+"""A smaller model of the same vocabulary that drafts (Leviathan et al., ICML 2023; Chen et al. 2023).
+
+Its cells lie in the pages of the target's: a row has one table of pages. So prompts that begin alike share both, and
+rows that move, lose their pages or fetch them from a tier need nothing more. Cells of drafts that do not stand are
+overwritten, as those of the target are.
+
+Drafts are sampled by the row's own parameters, with the noise of the token's number. The target takes the same noise,
+so at a temperature too both mostly choose alike where their distributions do.
+
+Shapes: B rows; k drafts; D wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import StepBatch
+from inferlib.ops.backend import Backend
+from inferlib.speculation.drafter import Caches, DraftRows, DraftTools, arrays_of, with_arrays
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """See `inferlib.speculation.drafter.ModelDrafter`."""
+
+    model: AbstractModel
+    backend: Backend
+
+    def follow(self, tools: DraftTools, caches: Caches, batch: StepBatch) -> Caches:
+        return tools.run(batch, caches)[1]
+
+    def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
+        """The first step takes a row's last two tokens: if all drafts stood before, the last of them has no cell."""
+        positions = jnp.maximum(rows.lengths[:, None] + jnp.array([-1, 0]), 0)
+        tokens, runs = jnp.take_along_axis(rows.history, positions, axis=1, mode="clip"), rows.room > 0
+        batch = StepBatch.of_rows(tokens, jnp.where(runs, rows.lengths + 1, 0), jnp.where(runs, 2, 0))
+        first, caches = tools.draft(batch, caches, 0)
+
+        def step(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            arrays, drafts = carry
+            lengths = jnp.where(rows.room > i, rows.lengths + 1 + i, 0)
+            token = lax.dynamic_index_in_dim(drafts, i - 1, axis=1, keepdims=False)
+            token, after = tools.draft(StepBatch.of_rows(token, lengths), with_arrays(caches, arrays), i)
+            return arrays_of(after), lax.dynamic_update_index_in_dim(drafts, token, i, axis=1)
+
+        drafts = jnp.zeros((tokens.shape[0], count), jnp.int32).at[:, 0].set(first)
+        if count == 1:
+            return caches, drafts
+        arrays, drafts = lax.fori_loop(1, count, step, (arrays_of(caches), drafts))
+        return with_arrays(caches, arrays), drafts

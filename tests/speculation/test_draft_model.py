@@ -1,0 +1,214 @@
+"""A smaller model drafts: its cache follows that of its target, and tokens are what they are without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from inferlib import LLM, Buckets, Speculation
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import ConfigurationError
+from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm
+from tests.helpers.poison import before_each_dispatch, poison
+from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_same, options, run, tight
+
+pytestmark = pytest.mark.usefixtures("counts")
+BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
+# What all drafts of the model itself stand for: the others count drafts before them.
+FREE = [(TRUNK, GREEDY), (TAILS[1], options(top_k=9)), (TRUNK + TAILS[3], options(top_p=0.8)), (TRUNK[:20], GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint) -> Path:
+    return checkpoint("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint) -> Path:
+    """Another model of the same vocabulary, with other sizes."""
+    return checkpoint("llama", num_hidden_layers=2, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def without(path) -> LLM:
+    return build_llm(path, BUCKETS, decode_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)
+
+
+def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
+    return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("draft", tokens, model), **more)
+
+
+def test_all_options_in_one_batch(path, other, expected):
+    """With cached prefixes and rows that lose their pages; the second time all is cached."""
+    llm = drafting(path, other)
+    for _ in range(2):
+        assert_same(run(llm, JOBS), expected)
+        assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert 0 < llm.stats.accepted_drafts < llm.stats.drafts
+
+
+def test_the_cache_follows_the_targets(path, without):
+    """All drafts of the model itself stand, at any temperature, whatever became of the rows that they are made for."""
+    expected = run(without, FREE)
+    llm = drafting(path, path)
+    for _ in range(2):
+        assert_same(run(llm, FREE), expected)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+
+
+# ---- what is refused
+
+
+def copied(folder: Path, source: Path, **changes) -> Path:
+    """A checkpoint with another configuration."""
+    shutil.copytree(source, folder)
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf | changes))
+    return folder
+
+
+def test_models_that_cannot_draft_are_named(path, checkpoint, tmp_path):
+    short = copied(tmp_path / "short", path, max_position_embeddings=32)
+    small = checkpoint("llama", num_hidden_layers=1, vocab_size=96)
+    cases = {
+        short: "context of 32 tokens, less than max_len 64",
+        small: "vocabulary of 96 tokens, and this model one of",
+        checkpoint("ministral"): r"layers with a window of 8 tokens \(layer 0\)",
+        checkpoint("lfm2"): r"layers with a state \(short convolution\) \(layer 0\)",
+    }
+    for model, message in cases.items():
+        with pytest.raises(ConfigurationError, match=message):
+            build_llm(path, BUCKETS, speculation=f"draft:{model}:3")
+    with pytest.raises(CheckpointError, match="none"):
+        build_llm(path, BUCKETS, speculation=f"draft:{tmp_path / 'none'}:3")
+    with pytest.raises(ConfigurationError, match="draft 7, or take larger buckets"):
+        build_llm(path, BUCKETS, speculation=f"draft:{path}:8")
+
+
+def test_another_tokenizer_is_refused(path, tmp_path):
+    folder = copied(tmp_path / "other", path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="another tokenizer: token 40 is"):
+        build_llm(path, BUCKETS, speculation=f"draft:{folder}:3")
+
+
+# ---- further cases of each kind
+
+
+@pytest.mark.slow
+def test_drafts_of_a_model_that_knows_nothing(path, other, expected):
+    """Its weights are NaN, and so is all that it computes."""
+    llm = drafting(path, other)
+    weights, count = llm.engine.weights, len(llm.engine.model.specs)
+    llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
+    assert_same(run(llm, JOBS), expected)
+    assert llm.stats.drafts
+
+
+@pytest.mark.slow
+def test_nothing_that_is_not_valid_is_read(path, without):
+    """What is not valid holds NaN before each dispatch; all drafts still stand."""
+    expected = run(without, FREE)
+    llm, shares = build_llm(path, BUCKETS, decode_steps=2, speculation=f"draft:{path}:3"), []
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
+        assert_same(run(llm, FREE), expected)
+        assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+    assert max(shares) > 0
+
+
+@pytest.mark.slow
+def test_changing_counts_and_batches(path, without, counts):
+    """Dispatches that draft nothing keep the cache complete, and rows move to smaller batches."""
+    counts(3, 0, 1, 0, 0)
+    expected = run(without, FREE)
+    buckets = Buckets(prefill=(8,), batch=(1, 4), cache=(24, 64))
+    llm = build_llm(path, buckets, decode_steps=2, speculation=f"draft:{path}:3", page_size=8)
+    assert_same(run(llm, FREE), expected)
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"scan": True}, {"kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}], ids=str)
+def test_kinds_of_caches(path, other, options):
+    jobs = JOBS[1:4]
+    expected = run(build_llm(path, BUCKETS, **options), jobs)
+    llm = drafting(path, other, **options)
+    for _ in range(3):
+        assert_same(run(llm, jobs), expected)
+        run(llm, [(TAILS[4] + TRUNK, dataclasses.replace(GREEDY, max_tokens=9))])  # its pages push others out
+    assert llm.stats.accepted_drafts
+    assert llm.stats.host_tokens or "host_cache" not in options
+
+
+@pytest.mark.slow
+def test_a_draft_beside_windows_and_latents(path, checkpoint):
+    """Rings and latents of the target have nothing to do with the pages of a model that drafts."""
+    for family in ("ministral", "minicpm3"):
+        jobs = [(TRUNK, GREEDY), (TRUNK[:30] + TAILS[3], GREEDY)]
+        expected = run(build_llm(checkpoint(family), BUCKETS), jobs)
+        llm = build_llm(checkpoint(family), BUCKETS, decode_steps=2, speculation=f"draft:{path}:3")
+        for _ in range(2):
+            assert_same(run(llm, jobs), expected)
+        assert llm.stats.drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["tp=2", "dp=2,tp=4"])
+def test_several_devices(parallel, checkpoint):
+    buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
+    jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
+    expected = run(build_llm(path, buckets), jobs)
+    llm = build_llm(path, buckets, parallel=parallel, decode_steps=2, speculation=f"draft:{path}:3")
+    assert_same(run(llm, jobs), expected)
+    assert llm.stats.accepted_drafts > 0.6 * llm.stats.drafts
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(path, other, without, counts):
+    counts(0, 1, 3)
+    jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
+    expected, text = run(without, jobs), "".join(without.stream(*jobs[6]))
+    llm = drafting(path, other)
+    llm.engine.warmup(("logprobs",))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+    assert "".join(llm.stream(*jobs[6])) == text
+    assert llm.stats.drafts
+    assert compilations() == before
+
+
+@pytest.mark.slow
+def test_sleep_and_functions_that_change_logits(path, without):
+    """Dispatches with such rows draft nothing, and the cache follows."""
+    jobs = [(TAILS[0], options(logits_processors=[lambda tokens, logits: logits], max_tokens=8)), FREE[0]]
+    expected = run(without, jobs)
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"draft:{path}:3")
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+        assert llm.stats.accepted_drafts == llm.stats.drafts > 0
+        llm.sleep()
+        llm.wake()
+    jax.block_until_ready(llm.engine.weights)
