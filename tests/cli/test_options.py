@@ -109,6 +109,7 @@ def stop_before_long_work(monkeypatch):
     ):
         monkeypatch.setattr(f"inferlib.{name}", reached)
     monkeypatch.setattr("typer.testing._get_command", lambda _: ROOT)  # which takes far longer than most commands
+    monkeypatch.setattr("gc.collect", lambda: 0)  # after each conversion that was stopped; it looks at the whole suite
     # A command sets these for its process, before JAX starts.
     monkeypatch.setattr("jax.config.update", lambda name, value: None)
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
 import pytest
 
-from inferlib import LLM, Buckets, Parallelism, SamplingParams, configs
+from inferlib import LLM, Buckets, Parallelism, SamplingParams, StructuredOutputs, configs
 from inferlib.config import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sampling.logits_processors import LogitsProcessorError
 from tests.helpers.engines import assert_accounted
-from tests.helpers.llms import build_llm, random_prompts, reference
+from tests.helpers.llms import build_llm, new_engine, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -39,14 +38,9 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def llm(path) -> LLM:
-    return build_llm(path, BUCKETS)
-
-
-def page_bytes(llm: LLM) -> int:
-    plan = llm.engine.plan
-    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in plan.arrays) // plan.pages
+@pytest.fixture
+def llm(changed) -> LLM:
+    return changed
 
 
 def same(token_ids, logits):
@@ -64,8 +58,12 @@ def outputs(llm: LLM, prompts, params):
 @pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
 def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
     """Prompts of several steps, more than there are rows, beside requests without; also where pages run out."""
-    options = {"parallel": parallel} if parallel != "preempted" else {"cache_memory": 5 * page_bytes(llm)}
-    it = build_llm(path, BUCKETS, **options) if parallel else llm
+    it = llm if parallel in (None, "preempted") else build_llm(path, BUCKETS, parallel=parallel)
+    with new_engine(it, pages=5 if parallel == "preempted" else None):
+        _assert_nothing_changes(it, preempts=parallel == "preempted")
+
+
+def _assert_nothing_changes(it: LLM, *, preempts: bool) -> None:
     prompts, calls = random_prompts(LENGTHS), []
     expected = outputs(it, prompts, KINDS)
 
@@ -84,7 +82,7 @@ def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
         seen = [token_ids for prompt, token_ids in calls if prompt == prompts[i]]
         assert seen == ([] if i in UNPROCESSED else [x.token_ids[:n] for n in range(len(x.token_ids))])
     assert_accounted(it.engine)
-    assert bool(it.engine.scheduler.preemptions) == (parallel == "preempted")
+    assert bool(it.engine.scheduler.preemptions) == preempts
 
 
 def test_tokens_follow_the_changed_logits_and_so_do_log_probabilities(llm, path):
@@ -175,16 +173,18 @@ def test_several_processes_refuse_them(llm, monkeypatch):
 
 
 def test_their_programs_are_compiled_at_first_use_or_when_asked_for(path):
+    """Those of grammars are the same."""
     llm = build_llm(path, Buckets((8,), (2,), (64,)))
     llm.warmup(["greedy"])
-    with pytest.raises(
-        UnplannedProgramError, match=r"'processed' was not compiled.*warmup\(modes=...\); artifacts never"
-    ):
-        llm.generate([[5]], with_processors(same))
+    grammar = dataclasses.replace(GREEDY, structured_outputs=StructuredOutputs(choice=["Rome", "Lima"]))
+    message = r"'processed' was not compiled.*warmup\(modes=...\); artifacts never"
+    for params in (with_processors(same), grammar):
+        with pytest.raises(UnplannedProgramError, match=message):
+            llm.generate([[5]], params)
     llm.warmup(["greedy", "processed"])
     before = compilations()
     params = [with_processors(same), dataclasses.replace(with_processors(same), prompt_logprobs=1), GREEDY]
-    llm.generate(random_prompts([5, 20, 9]), params)
+    llm.generate(random_prompts([5, 20, 9, 7]), [*params, grammar])
     assert compilations() == before
     assert llm.stats.program_misses == 0
 

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from pathlib import Path
+import contextlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib import LLM, Buckets, SamplingParams, configs
+from inferlib import Buckets, SamplingParams, configs
 from inferlib.cache.pages import PagePool
 from inferlib.cache.plan import CachePlan
 from inferlib.config import ConfigurationError, DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.memory import with_memory
 from inferlib.engine.scheduler import LEAD, Scheduler
-from inferlib.engine.sequence import Sequence, Status
+from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
-from inferlib.programs.counter import compilations
 from inferlib.programs.program_set import ProgramSet
-from tests.helpers.engines import assert_accounted, smallest_model
-from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
-from tests.helpers.poison import poison
+from tests.helpers.engines import smallest_model
+from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence
-
-BUCKETS = Buckets((8, 16), (1, 2, 4), (MAX_LEN,), tile=8)
-PAGE = 8
+from tests.helpers.shared_beginnings import run_as_told
 
 
 @settings(max_examples=200)
@@ -56,50 +50,32 @@ def test_the_pool_is_a_set_of_free_pages(count, calls):
         assert pool.free == len(free)
 
 
-# Around pages of 8 and steps of 16 tokens; together far more than the pool has.
+# Around parts of pages, pages and steps of 16 tokens; together far more than the pool has.
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 33, 40]
 COUNTS = [40, 57, 8, 9, 1, 33, 48, 30, 50, 56]
-KINDS = {
-    "llama stacked": {"scan": True},
-    "gpt_oss": {},
-    "llama4_text": {"scan": True},
-    "minicpm3": {"buckets": BUCKETS, "scan": True},
-    "gemma3n_text": {"scan": True},
-    "qwen3_5_text": {"scan": True},
-    "kimi_linear": {},
-    "gemma2": {"kv_cache_dtype": "int8"},
-}
+FAST = ("llama stacked", "llama int8", "minicpm3", "gpt_oss", "qwen3_5_text")
+KINDS = [
+    pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow)
+    for kind in (*FAST, "llama4_text", "gemma3n_text", "kimi_linear")
+]
 
 
-def build_tight(path: Path, kind: str) -> LLM:
-    """Four rows that share pages for a sequence and a half."""
-    options = {"page_size": PAGE, "decode_steps": 4, "buckets": LEAST, **KINDS[kind]}
-    buckets = options.pop("buckets")
-    whole = build_llm(path, buckets, **options).engine.plan
-    fixed = sum(x.nbytes() for x, of_rows in zip(whole.arrays, whole.of_rows, strict=True) if of_rows)
-    memory = fixed + (whole.nbytes - fixed) // whole.pages * (whole.columns * 3 // 2)
-    return build_llm(path, buckets, cache_memory=memory, **options)
+@pytest.fixture
+def engine_of(tight):
+    """`engine_of(kind)`: an engine that computes again what was preempted."""
+    with contextlib.ExitStack() as stack:
+        yield lambda kind: stack.enter_context(new_engine(tight(kind), prefix_caching=False))
 
 
-@pytest.fixture(scope="module")
-def tight(checkpoint):
-    """`tight(kind)`: a shared one."""
-    return functools.cache(lambda kind: build_tight(checkpoint(kind.split()[0]), kind))
-
-
-SLOW = ("llama4_text", "gemma3n_text", "kimi_linear")
-
-
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in KINDS])
-def test_sequences_that_are_preempted_go_on_as_if_alone(kind, tight):
-    llm, prompts = tight(kind), random_prompts(LENGTHS, seed=30)
-    engine = llm.engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_are_preempted_go_on_as_if_alone(kind, engine_of):
+    engine, prompts = engine_of(kind), random_prompts(LENGTHS, seed=30)
     assert engine.plan.pages == engine.plan.columns * 3 // 2
     pairs = list(zip(prompts, COUNTS, strict=True))
     alone = [run(engine, [sequence(*pair)])[0] for pair in pairs]
     assert engine.scheduler.preemptions == 0
     assert run(engine, [sequence(*pair) for pair in pairs]) == alone
-    assert engine.scheduler.preemptions > 2
+    assert engine.scheduler.preemptions > 1
 
 
 PENALIZED = SamplingParams(
@@ -114,9 +90,9 @@ PENALIZED = SamplingParams(
 )
 
 
-def test_samples_penalties_and_log_probabilities_go_on(tight):
+def test_samples_penalties_and_log_probabilities_go_on(engine_of):
     """What is computed again of a sequence counts its tokens as generated, and draws the next one's numbers."""
-    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS[4:], seed=31)
+    engine, prompts = engine_of("llama stacked"), random_prompts(LENGTHS[4:], seed=31)
     options = [dict(seed=i, detail="logprobs" if i % 2 else "") for i in range(6)]
     pairs = list(zip(prompts, COUNTS[4:], options, strict=True))
 
@@ -131,29 +107,10 @@ def test_samples_penalties_and_log_probabilities_go_on(tight):
     alone = [all_of([sequence(p, n, PENALIZED, **o)]) for p, n, o in pairs]
     before = engine.scheduler.preemptions
     tokens, logprobs = all_of([sequence(p, n, PENALIZED, **o) for p, n, o in pairs])
-    assert engine.scheduler.preemptions > before + 1
+    assert engine.scheduler.preemptions > before
     assert tokens == [x[0][0] for x in alone]
     for got, (_, want) in zip(logprobs, alone, strict=True):
         np.testing.assert_allclose(got, want[0], rtol=0, atol=1e-4)
-
-
-def test_garbage_in_free_pages_changes_nothing(tight):
-    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS, seed=30)
-    pairs = list(zip(prompts, COUNTS, strict=True))
-    expected = run(engine, [sequence(*pair) for pair in pairs])
-    advance, engine.config = engine.advance, dataclasses.replace(engine.config, in_flight=1)
-
-    def poisoned():
-        poison(engine)
-        return advance()
-
-    engine.advance = poisoned
-    try:
-        before = engine.scheduler.preemptions
-        assert run(engine, [sequence(*pair) for pair in pairs]) == expected
-        assert engine.scheduler.preemptions > before
-    finally:
-        engine.advance, engine.config = advance, dataclasses.replace(engine.config, in_flight=2)
 
 
 JOB = st.tuples(
@@ -162,34 +119,23 @@ JOB = st.tuples(
     st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
     st.sampled_from([None, None, None, 0, 3, 9]),  # rounds until it is aborted
 )
-_ALONE: list[list[int]] = []
 
 
 @settings(max_examples=12)
 @given(st.lists(JOB, min_size=1, max_size=14))
-def test_any_traffic_is_as_if_alone(tight, jobs):
-    """What a sequence has generated is the start of what it does alone."""
-    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS, seed=30)
-    if not _ALONE:
-        _ALONE.extend(run(engine, [sequence(p, n)])[0] for p, n in zip(prompts, COUNTS, strict=True))
-    sequences = [sequence(prompts[i], COUNTS[i], priority=priority) for i, _, priority, _ in jobs]
-    for round_ in range(2000):
-        for s, (_, arrival, _, abort) in zip(sequences, jobs, strict=True):
-            if arrival == round_:
-                engine.add(s)
-            if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
-                engine.cancel(s)
-        engine.advance()
-        assert_accounted(engine)
-        if round_ > 30 and not engine.busy:
-            break
-    for s, (i, _, _, abort) in zip(sequences, jobs, strict=True):
-        assert s.tokens == (_ALONE[i] if abort is None else _ALONE[i][: len(s.tokens)])
-    assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+def test_any_traffic_is_as_if_alone(tight, alone, jobs):
+    """What a sequence has generated is the start of what it does alone. Cells that nobody can read hold NaN."""
+    kind, prompts = "llama stacked", random_prompts(LENGTHS, seed=30)
+    with new_engine(tight(kind), prefix_caching=False, in_flight=1) as engine:
+        sequences = [sequence(prompts[i], COUNTS[i], priority=priority) for i, _, priority, _ in jobs]
+        run_as_told(engine, sequences, [(arrival, abort) for _, arrival, _, abort in jobs], every=8)
+        for s, (i, _, _, abort) in zip(sequences, jobs, strict=True):
+            assert s.tokens == alone(kind, prompts[i], COUNTS[i])[: None if abort is None else len(s.tokens)]
+        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
 
 
-def test_a_higher_priority_takes_rows_and_pages(tight):
-    engine, prompts = tight("llama stacked").engine, random_prompts([20] * 6, seed=32)
+def test_a_higher_priority_takes_rows_and_pages(engine_of):
+    engine, prompts = engine_of("llama stacked"), random_prompts([20] * 6, seed=32)
     low = [sequence(p, 40, priority=1) for p in prompts[:5]]
     for s in low:
         engine.add(s)
@@ -216,10 +162,10 @@ def test_low_priorities_do_not_starve():
 
 
 @pytest.mark.parametrize("kind", ["llama stacked", "gpt_oss", "qwen3_5_text"])
-def test_rows_move_so_that_small_programs_serve_few_rows(kind, tight):
+def test_rows_move_so_that_small_programs_serve_few_rows(kind, engine_of):
     """Three short sequences end before the one in the last row, which goes on in the first; its pages, ring and state
     move with it."""
-    engine, prompts = tight(kind).engine, random_prompts([3, 4, 5, 9], seed=33)
+    engine, prompts = engine_of(kind), random_prompts([3, 4, 5, 9], seed=33)
     sequences = [sequence(p, 4 if i < 3 else 40) for i, p in enumerate(prompts)]
     alone = run(engine, [sequence(prompts[3], 40)])[0]
     keys, ready = [], engine.programs.ready
@@ -229,18 +175,6 @@ def test_rows_move_so_that_small_programs_serve_few_rows(kind, tight):
     finally:
         del engine.programs.ready
     assert [key.rows for key in keys if not key.chunks][-1] == 1
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_warmup(checkpoint):
-    llm = build_tight(checkpoint("gpt_oss"), "gpt_oss")
-    engine = llm.engine
-    llm.warmup(["greedy"])
-    before = compilations()
-    run(engine, [sequence(*pair) for pair in zip(random_prompts(LENGTHS, seed=34), COUNTS, strict=True)])
-    assert engine.scheduler.preemptions > 0
-    assert compilations() == before
-    assert engine.stats.program_misses == 0
 
 
 @pytest.mark.parametrize(
@@ -254,7 +188,7 @@ def test_nothing_compiles_after_warmup(checkpoint):
 )
 def test_wrong_sizes(options, message, checkpoint):
     with pytest.raises(ConfigurationError, match=message):
-        build_llm(checkpoint("llama"), BUCKETS, **options)
+        build_llm(checkpoint("llama"), LEAST, **options)
 
 
 @pytest.mark.parametrize("priority", ["high", None, float("nan"), True, [0, 1]])

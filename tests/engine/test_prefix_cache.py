@@ -15,64 +15,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib import LLM, SamplingParams
 from inferlib.aot.compile import environment
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.scheduler import Scheduler
-from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.counter import compilations
+from inferlib.engine.sequence import Status
 from inferlib.programs.row_changes import Changes, _at_once, _one_by_one
 from inferlib.targets import parse_target
 from tests.helpers.engines import Replicas, assert_accounted, smallest_model
 from tests.helpers.llms import build_llm, new_engine, random_prompts
-from tests.helpers.poison import poison
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence
-
-PAGE, UNIT = 16, 8  # tiles of a step have 8 tokens
-TRUNK = random_prompts([48], seed=50)[0]
-TAILS = random_prompts([30] * 6, seed=51)
-SAMPLED = SamplingParams(seed=5, top_p=0.9, ignore_eos=True)
-PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3, logprobs=2)
-# Keys and values, in int8 too; latents; layers that read the cache of another.
-KINDS = {"llama stacked": {"scan": True}, "llama int8": {"kv_cache_dtype": "int8"}, "minicpm3": {}, "gemma3n_text": {}}
-
-
-def prompt_of(shared: int, tail: int, length: int) -> list[int]:
-    """`shared` tokens that other prompts begin with, then `length` tokens of a tail."""
-    return TRUNK[:shared] + TAILS[tail][:length]
-
-
-@pytest.fixture(scope="module")
-def tight(checkpoint):
-    """`tight(kind)`: four rows that share pages for a sequence and a half."""
-
-    @functools.cache
-    def build(kind: str) -> LLM:
-        path, options = checkpoint(kind.split()[0]), {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
-        whole = build_llm(path, LEAST, **options).engine.plan
-        return build_llm(path, LEAST, cache_memory=whole.nbytes // whole.pages * (whole.columns * 3 // 2), **options)
-
-    return build
+from tests.helpers.shared_beginnings import (
+    JOB,
+    PAGED,
+    PENALIZED,
+    SAMPLED,
+    TAILS,
+    TRUNK,
+    UNIT,
+    assert_as_if_alone,
+    crowd,
+    prompt_of,
+)
 
 
-@pytest.fixture(scope="module")
-def alone(tight):
-    """`alone(kind, prompt, count, params)`: what a prompt generates alone, without a cache of prefixes."""
-
-    @functools.cache
-    def tokens(kind: str, prompt: tuple[int, ...], count: int, params: int, seed: int) -> list[int]:
-        with new_engine(tight(kind), prefix_caching=False) as engine:
-            return run(engine, [sequence(list(prompt), count, [GREEDY, SAMPLED, PENALIZED][params], seed=seed)])[0]
-
-    def of(kind: str, prompt: list[int], count: int, params: SamplingParams = GREEDY, seed: int = 0) -> list[int]:
-        return tokens(kind, tuple(prompt), count, [GREEDY, SAMPLED, PENALIZED].index(params), seed)
-
-    return of
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PAGED)
 def test_edges_of_pages_and_of_their_parts(kind, tight, alone):
     """The same prompt again, one that is longer by a token, and one whose last token is another."""
     lengths = [7, 8, 9, 15, 16, 17, 24, 25, 32, 33] if kind == "llama stacked" else [16, 25]
@@ -205,43 +173,12 @@ def test_the_tpu_compiler_copies_no_more_than_pages():
     assert len(child.stdout.split()) == 3
 
 
-JOB = st.tuples(
-    st.sampled_from([0, 15, 16, 24, 33, 48]),  # shared tokens
-    st.integers(0, 2),  # the tail
-    st.sampled_from([1, 8, 9, 17]),  # and its length
-    st.integers(0, 20),  # the round of its arrival
-    st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
-    st.sampled_from([None, None, None, 0, 3, 9]),  # rounds until it is aborted
-    st.sampled_from([None, None, None, "a"]),  # its salt
-)
-
-
 @settings(max_examples=15)
 @given(st.lists(JOB, min_size=1, max_size=14))
 def test_any_traffic_is_as_if_alone(tight, alone, jobs):
-    """What a sequence has generated is the start of what it does alone, whatever is evicted and preempted. Cells that
-    nobody can read hold NaN."""
-    kind, count = "llama stacked", 30
+    kind = "llama stacked"
     with new_engine(tight(kind), in_flight=1) as engine:
-        sequences = [
-            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
-            for shared, tail, length, _, priority, _, salt in jobs
-        ]
-        for round_ in range(2000):
-            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
-                if arrival == round_:
-                    engine.add(s)
-                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
-                    engine.cancel(s)
-            if round_ % 8 == 0:
-                poison(engine)
-            engine.advance()
-            assert_accounted(engine)
-            if round_ > 30 and not engine.busy:
-                break
-        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
-            assert s.tokens == alone(kind, s.prompt, count)[: None if abort is None else len(s.tokens)]
-        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+        assert_as_if_alone(engine, functools.partial(alone, kind), jobs)
 
 
 def test_a_replica_serves_what_it_has_the_beginning_of():
@@ -301,11 +238,6 @@ def test_a_row_that_is_lost_before_a_dispatch_gets_nothing():
     assert not scheduler.changes
 
 
-def crowd(salts: bool = False) -> list[Sequence]:
-    """More than there are pages for."""
-    return [sequence(prompt_of(8 * i % 40, i % 6, 5 + i), 20, salt=str(i % 2) if salts else None) for i in range(14)]
-
-
 def test_the_least_recently_used_pages_make_room(tight, alone):
     with new_engine(tight("llama int8")) as engine:
         for _ in range(2):
@@ -315,15 +247,6 @@ def test_the_least_recently_used_pages_make_room(tight, alone):
         assert stats.evicted_pages > 10
         assert stats.cached_tokens > 100
         assert 0 < stats.cached_pages <= engine.plan.pages
-
-
-def test_nothing_compiles_after_warmup(checkpoint):
-    llm = build_llm(checkpoint("llama"), LEAST, page_size=PAGE, decode_steps=4)
-    llm.warmup(["greedy"])
-    before = compilations()
-    run(llm.engine, crowd())
-    assert llm.stats.cached_tokens > 100
-    assert compilations() == before
 
 
 def test_what_an_error_lost_is_not_cached(tight, alone, monkeypatch):

@@ -15,12 +15,18 @@ from inferlib.cache.plan import BlockCache, BlockState, CacheArray, CachePlan
 from inferlib.cache.prefix_tree import PrefixTree, encoded
 from inferlib.cache.snapshots import Snapshot, Snapshots
 from inferlib.engine.engine import Engine
-from inferlib.engine.sequence import Status
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.row_changes import Save
 from inferlib.sharding import axes
-from tests.engine.test_engine import EOS, ScriptedDevice, choose_by_length, go_on, sequence, traffic
 from tests.helpers.engines import assert_accounted, smallest_model
+from tests.helpers.scripted_device import (
+    ScriptedDevice,
+    assert_served,
+    choose_by_length,
+    sequences_of,
+    serve,
+    traffic,
+)
 
 REACH = 3  # positions that a window sees
 
@@ -149,7 +155,7 @@ def branching_traffic(draw):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["states", "rings"])
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(branching_traffic(), st.integers(1, 4))
 def test_rows_read_what_is_theirs(exact, case, snapshots):
     config, jobs, _ = case
@@ -157,15 +163,6 @@ def test_rows_read_what_is_theirs(exact, case, snapshots):
         config = dataclasses.replace(config, speculation=None)
     engine = engine_of(config, [script for script, _, _ in jobs], snapshots, exact=exact)
     choose_by_length(engine)
-    sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
-    for round_ in range(400):
-        go_on(engine, sequences, case, round_)
-        assert_accounted(engine)
-        if round_ > 20 and not engine.busy:
-            break
-    assert not engine.busy
-    for s, (script, _, cancel) in zip(sequences, jobs, strict=True):
-        expected = script.tokens[: script.max_tokens]
-        expected = expected[: expected.index(EOS) + 1] if EOS in expected else expected
-        assert s.status is Status.FINISHED
-        assert s.tokens == (expected if cancel is None else expected[: len(s.tokens)])
+    sequences = sequences_of(case)
+    serve(engine, sequences, case, assert_accounted)
+    assert_served(sequences, case)

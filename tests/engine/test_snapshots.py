@@ -10,59 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib import LLM
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.engine.engine import Engine
-from inferlib.engine.sequence import Status
 from inferlib.programs.counter import compilations
-from tests.engine.test_paging import GREEDY, LEAST, run, sequence
-from tests.engine.test_prefix_cache import JOB, PAGE, PENALIZED, SAMPLED, TAILS, TRUNK, UNIT, prompt_of
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import poison
+from tests.helpers.sequences import GREEDY, LEAST, run, sequence
+from tests.helpers.shared_beginnings import (
+    BESIDE,
+    JOB,
+    PAGE,
+    PENALIZED,
+    SAMPLED,
+    TAILS,
+    TRUNK,
+    UNIT,
+    assert_as_if_alone,
+    crowd,
+    prompt_of,
+)
 
-# Rings beside pages, with sinks; states beside pages.
-FAST = {"gpt_oss": {}, "qwen3_5_text": {"scan": True}}
-SLOW = {
-    "llama4_text": {"scan": True},  # chunks
-    "gemma4_text": {},  # rings that other layers read
-    "ministral": {"scan": True, "kv_cache_dtype": "int8"},
-    "lfm2": {},
-    "nemotron_h": {"scan": True},
-    "kimi_linear": {},  # states beside latents
-    "minimax": {},
-}
-KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+FAST = ("gpt_oss", "qwen3_5_text")
+KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
 STATES = ("qwen3_5_text", "lfm2", "nemotron_h", "kimi_linear", "minimax")
-
-
-@pytest.fixture(scope="module")
-def tight(checkpoint):
-    """`tight(kind)`: four rows that share pages for a sequence and a half, and three snapshots."""
-
-    @functools.cache
-    def build(kind: str) -> LLM:
-        path, options = checkpoint(kind), {"page_size": PAGE, "decode_steps": 4, "snapshots": 3, **(FAST | SLOW)[kind]}
-        whole = build_llm(path, LEAST, **options).engine.plan
-        of_page, of_rows = whole.bytes_of()
-        return build_llm(path, LEAST, cache_memory=of_rows + of_page * (whole.columns * 3 // 2), **options)
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def alone(tight):
-    """`alone(kind, prompt, count, params)`: what a prompt generates alone, without a cache of prefixes."""
-
-    @functools.cache
-    def tokens(kind: str, prompt: tuple[int, ...], count: int, params: int, seed: int) -> list[int]:
-        with new_engine(tight(kind), prefix_caching=False) as engine:
-            return run(engine, [sequence(list(prompt), count, [GREEDY, SAMPLED, PENALIZED][params], seed=seed)])[0]
-
-    def of(kind: str, prompt: list[int], count: int, params=GREEDY, seed: int = 0) -> list[int]:
-        return tokens(kind, tuple(prompt), count, [GREEDY, SAMPLED, PENALIZED].index(params), seed)
-
-    return of
 
 
 def poisoned(engine: Engine, sequences) -> list[list[int]]:
@@ -138,41 +109,18 @@ def test_samples_and_penalties_count_tokens_that_are_cached(kind, params, tight,
 
 
 @settings(max_examples=6)
-@given(st.sampled_from(list(FAST)), st.lists(JOB, min_size=1, max_size=14))
+@given(st.sampled_from(FAST), st.lists(JOB, min_size=1, max_size=14))
 def test_any_traffic_is_as_if_alone(tight, alone, kind, jobs):
-    """What a sequence has generated is the start of what it does alone, whatever is evicted and preempted. Cells that
-    nobody can read hold NaN."""
-    assert_as_if_alone(tight(kind), functools.partial(alone, kind), jobs)
+    with new_engine(tight(kind), in_flight=1) as engine:
+        assert_as_if_alone(engine, functools.partial(alone, kind), jobs, every=1)
 
 
 @pytest.mark.slow
 @settings(max_examples=40)
-@given(st.sampled_from(list(FAST | SLOW)), st.lists(JOB, min_size=4, max_size=20))
+@given(st.sampled_from(list(BESIDE)), st.lists(JOB, min_size=4, max_size=20))
 def test_any_traffic_of_any_kind_is_as_if_alone(tight, alone, kind, jobs):
-    assert_as_if_alone(tight(kind), functools.partial(alone, kind), jobs)
-
-
-def assert_as_if_alone(llm: LLM, alone, jobs) -> None:
-    count = 30
-    with new_engine(llm, in_flight=1) as engine:
-        sequences = [
-            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
-            for shared, tail, length, _, priority, _, salt in jobs
-        ]
-        for round_ in range(2000):
-            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
-                if arrival == round_:
-                    engine.add(s)
-                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
-                    engine.cancel(s)
-            poison(engine)
-            engine.advance()
-            assert_accounted(engine)
-            if round_ > 30 and not engine.busy:
-                break
-        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
-            assert s.tokens == alone(s.prompt, count)[: None if abort is None else len(s.tokens)]
-        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+    with new_engine(tight(kind), in_flight=1) as engine:
+        assert_as_if_alone(engine, functools.partial(alone, kind), jobs, every=1)
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -194,13 +142,14 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_nothing_compiles_after_warmup(kind, checkpoint):
-    llm = build_llm(checkpoint(kind), LEAST, page_size=PAGE, decode_steps=4, snapshots=3, **FAST[kind])
-    llm.warmup(["greedy"])
-    before = compilations()
-    run(llm.engine, [sequence(prompt_of(8 * i % 40, i % 6, 5 + i), 20) for i in range(14)])
-    assert llm.stats.cached_tokens > 50
-    assert compilations() == before
+def test_nothing_compiles_after_warmup(kind, tight):
+    with new_engine(tight(kind)) as engine:
+        engine.warmup(["greedy"])
+        before = compilations()
+        run(engine, crowd())
+        assert engine.stats.cached_tokens > 50
+        assert engine.stats.program_misses == 0
+        assert compilations() == before
 
 
 @pytest.mark.slow
@@ -209,7 +158,7 @@ def test_nothing_compiles_after_warmup(kind, checkpoint):
 )
 def test_devices_save_their_parts(kind, parallel, checkpoint, alone):
     """Each replica has snapshots of its rows, and each device its part of them."""
-    options = {"page_size": PAGE, "decode_steps": 4, "snapshots": 2, **FAST[kind]}
+    options = {"page_size": PAGE, "decode_steps": 4, "snapshots": 2, **BESIDE[kind]}
     llm = build_llm(checkpoint(kind), LEAST, parallel=parallel, **options)
     prompts = [prompt_of(8 * i % 48, i % 3, 5 + i) for i in range(14)]
     for _ in range(2):
@@ -236,7 +185,7 @@ def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
 
 def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):
     llm, prompt = tight("qwen3_5_text"), prompt_of(33, 2, 0)
-    params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
+    params = dataclasses.replace(GREEDY, n=4, max_tokens=12)
 
     def outputs(**options) -> list[list[int]]:
         with new_engine(llm, **options):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import re
 import sys
 from random import Random
@@ -21,13 +20,11 @@ from inferlib.config import ConfigurationError
 from inferlib.engine.constraint import fill
 from inferlib.engine.grammars import Grammars
 from inferlib.engine.scheduler import Scheduler
-from inferlib.programs.counter import compilations
-from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sampling.structured import StructuredOutputError
 from inferlib.tokenizer import Tokenizer
 from tests.helpers.engines import assert_accounted
 from tests.helpers.json_schemas import random_schema
-from tests.helpers.llms import build_llm, random_prompts, reference
+from tests.helpers.llms import build_llm, new_engine, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -42,9 +39,9 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def llm(path) -> LLM:
-    return build_llm(path, BUCKETS)
+@pytest.fixture
+def llm(changed) -> LLM:
+    return changed
 
 
 def structured(params: SamplingParams = GREEDY, **fields) -> SamplingParams:
@@ -53,11 +50,6 @@ def structured(params: SamplingParams = GREEDY, **fields) -> SamplingParams:
 
 def outputs(llm: LLM, prompts, params):
     return [output.outputs[0] for output in llm.generate(prompts, params)]
-
-
-def page_bytes(llm: LLM) -> int:
-    plan = llm.engine.plan
-    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in plan.arrays) // plan.pages
 
 
 LIST = {"type": "array", "items": {"enum": CITIES}, "minItems": 5, "maxItems": 6}
@@ -78,17 +70,17 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone."""
-    options = {"parallel": parallel} if parallel != "preempted" else {"cache_memory": 4 * page_bytes(llm)}
-    it = build_llm(path, BUCKETS, **options) if parallel else llm
+    it = llm if parallel in (None, "preempted") else build_llm(path, BUCKETS, parallel=parallel)
     preempt, preempted = Scheduler._preempt, []
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, s: (preempted.append(s.params), preempt(self, s)))
     prompts = random_prompts(LENGTHS)
     alone = [outputs(llm, [prompt], params)[0] for prompt, params in zip(prompts, KINDS, strict=True)]
-    for _ in range(2):
-        got = outputs(it, prompts, KINDS)
-        assert [x.token_ids for x in got] == [x.token_ids for x in alone]
-        assert [x.text for x in got] == [x.text for x in alone]
-        assert_accounted(it.engine)
+    with new_engine(it, pages=4 if parallel == "preempted" else None):
+        for _ in range(2):
+            got = outputs(it, prompts, KINDS)
+            assert [x.token_ids for x in got] == [x.token_ids for x in alone]
+            assert [x.text for x in got] == [x.text for x in alone]
+            assert_accounted(it.engine)
     assert len(json.loads(alone[1].text)) >= 5
     assert re.fullmatch(CODE, alone[2].text)
     assert alone[5].text in CITIES
@@ -261,19 +253,6 @@ def test_they_need_llguidance_and_a_tokenizer(llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"need llguidance: pip install 'inferlib\[structured\]'"):
         llm.prepare([5], structured(regex="a"))
-
-
-def test_their_programs_are_compiled_at_first_use_or_when_asked_for(path):
-    llm = build_llm(path, Buckets((8,), (2,), (64,)))
-    llm.warmup(["greedy"])
-    with pytest.raises(UnplannedProgramError, match=r"'processed' was not compiled ahead of time"):
-        llm.generate([[5]], structured(regex="a"))
-    llm.warmup(["greedy", "processed"])
-    before = compilations()
-    params = [structured(regex=CODE), dataclasses.replace(structured(choice=CITIES), prompt_logprobs=1), GREEDY]
-    llm.generate(random_prompts([5, 20, 9]), params)
-    assert compilations() == before
-    assert llm.stats.program_misses == 0
 
 
 def sentencepiece() -> Tokenizer:

@@ -19,59 +19,23 @@ from inferlib.cache.prefix_tree import PrefixTree, encoded
 from inferlib.config import ConfigurationError
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch_rule import FetchRule
-from inferlib.engine.sequence import Status
 from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.programs.counter import compilations
 from inferlib.sharding.shards import Shards
-from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
 from tests.helpers.sequences import LEAST, run, sequence
+from tests.helpers.shared_beginnings import JOB, PAGE, PAGED, assert_as_if_alone, crowd, prompt_of
 
-PAGE = 16  # tiles of a step have 8 tokens
-TRUNK = random_prompts([48], seed=50)[0]
-TAILS = random_prompts([30] * 3, seed=51)
 STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
-# Keys and values, in int8 too; latents; layers that read the cache of another.
-KINDS = {"llama stacked": {"scan": True}, "llama int8": {"kv_cache_dtype": "int8"}, "minicpm3": {}, "gemma3n_text": {}}
 SLOW = pytest.mark.slow
-ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) for kind in KINDS]
-
-
-def prompt_of(shared: int, tail: int, length: int) -> list[int]:
-    """`shared` tokens that other prompts begin with, then `length` tokens of a tail."""
-    return TRUNK[:shared] + TAILS[tail][:length]
+ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) for kind in PAGED]
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Pages are fetched, however fast a tiny model computes."""
     monkeypatch.setattr(FetchRule, "choose", lambda self: {"host": True, "disk": True})
-
-
-@pytest.fixture(scope="module")
-def tight(checkpoint):
-    """`tight(kind)`: four rows that share pages for a sequence and a half."""
-
-    @functools.cache
-    def build(kind: str) -> LLM:
-        path, options = checkpoint(kind.split()[0]), {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
-        whole = build_llm(path, LEAST, **options).engine.plan
-        return build_llm(path, LEAST, cache_memory=whole.nbytes // whole.pages * (whole.columns * 3 // 2), **options)
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def alone(tight):
-    """`alone(kind, prompt, count)`: what a prompt generates alone, without a cache of prefixes."""
-
-    @functools.cache
-    def tokens(kind: str, prompt: tuple[int, ...], count: int) -> list[int]:
-        with new_engine(tight(kind), prefix_caching=False, host_cache=None, disk_cache=None) as engine:
-            return run(engine, [sequence(list(prompt), count)])[0]
-
-    return lambda kind, prompt, count: tokens(kind, tuple(prompt), count)
 
 
 def page_bytes(llm: LLM) -> int:
@@ -85,7 +49,7 @@ def crowd_out(engine: Engine) -> None:
     engine.tiers.settle()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW if x == "gemma3n_text" else ()) for x in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW if x == "gemma3n_text" else ()) for x in PAGED])
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
@@ -252,7 +216,7 @@ def test_the_threads_end_with_the_engine(tight, tmp_path):
         return [thread for thread in threading.enumerate() if thread.name.startswith("inferlib-tier")]
 
     llm = tight("llama stacked")
-    gc.collect()
+    gc.freeze()  # collections look only at what this test makes, not at the whole suite
     before = set(threads())
     with new_engine(llm, host_cache=1 << 20, disk_cache=tmp_path) as engine:
         run(engine, [sequence(STRANGERS[0], 5)])
@@ -280,46 +244,16 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
         assert s.cached == 32
 
 
-JOB = st.tuples(
-    st.sampled_from([0, 16, 24, 33, 48]),  # shared tokens
-    st.integers(0, 2),  # the tail
-    st.sampled_from([1, 8, 17]),  # and its length
-    st.integers(0, 20),  # the round of its arrival
-    st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
-    st.sampled_from([None, None, None, None, 3, 9]),  # rounds until it is aborted
-    st.sampled_from([None, None, None, "a"]),  # its salt
-)
-
-
 @pytest.mark.parametrize("kind", ONE_FIRST)
 @settings(max_examples=8)
 @given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]), st.booleans())
 def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, host, disk):
     """Whatever is evicted, preempted and aborted, with a host that has room for a page, for some or for all. Cells that
     nobody can read hold NaN."""
-    count = 30
     llm, folder = tight(kind), tmp_path_factory.mktemp("pages") if disk else None
     with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm), disk_cache=folder) as engine:
-        sequences = [
-            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
-            for shared, tail, length, _, priority, _, salt in jobs
-        ]
-        for round_ in range(4000):
-            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
-                if arrival == round_:
-                    engine.add(s)
-                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
-                    engine.cancel(s)
-            if round_ % 8 == 0:
-                poison(engine)
-            engine.advance()
-            assert_accounted(engine)
-            assert len(engine.tiers.host) <= host
-            if round_ > 30 and not engine.busy:
-                break
-        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
-            assert s.tokens == alone(kind, s.prompt, count)[: None if abort is None else len(s.tokens)]
-        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+        assert_as_if_alone(engine, functools.partial(alone, kind), jobs)
+        assert len(engine.tiers.host) <= host
 
 
 def test_replicas_share_the_host(checkpoint, tight):
@@ -337,16 +271,18 @@ def test_replicas_share_the_host(checkpoint, tight):
     assert llm.engine.tiers.hit_tokens["host"] > 100
 
 
-def test_nothing_compiles_after_warmup(checkpoint, tight, tmp_path):
-    memory = 9 * page_bytes(tight("llama stacked"))
-    options = {"page_size": PAGE, "decode_steps": 4, "cache_memory": memory, "host_cache": 5 * memory // 9}
-    llm = build_llm(checkpoint("llama"), LEAST, scan=True, disk_cache=tmp_path, **options)
-    llm.warmup(["greedy"])
-    before = compilations()
-    for _ in range(2):
-        crowd_out(llm.engine)
-    assert llm.engine.tiers.hit_tokens["disk"] > 32
-    assert compilations() == before
+def test_nothing_compiles_after_warmup(tight, tmp_path):
+    """Also what copies pages of the device, and shares them."""
+    llm = tight("llama stacked")
+    with new_engine(llm, host_cache=5 * page_bytes(llm), disk_cache=tmp_path) as engine:
+        llm.warmup(["greedy"])
+        before = compilations()
+        run(engine, crowd())
+        assert llm.stats.cached_tokens > 100
+        for _ in range(3):
+            crowd_out(engine)
+        assert engine.tiers.hit_tokens["disk"] >= 32
+        assert compilations() == before
 
 
 def test_forgotten_prompts_are_in_no_tier(tight):

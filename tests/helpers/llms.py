@@ -19,6 +19,7 @@ import pytest
 
 from inferlib import LLM, BeamSearchParams, Buckets
 from inferlib.engine.engine import Engine
+from inferlib.engine.scheduler import Scheduler
 from inferlib.outputs import RequestOutput
 from tests.helpers.tokenizer import VOCAB
 
@@ -68,13 +69,19 @@ def build_llm(path: Path | str, buckets: Buckets, *, dtype: str = "float32", **o
 
 
 @contextlib.contextmanager
-def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
-    """Give `llm` a new engine whose config differs in `options`, with the same weights and programs."""
+def new_engine(llm: LLM, *, pages: int | None = None, **options: Any) -> Iterator[Engine]:
+    """Give `llm` a new engine whose config differs in `options`, with the same weights and programs.
+
+    pages: how many of the device's it may give to rows.
+    """
     before = llm.engine
     config = dataclasses.replace(before.config, **options)
-    llm._runner.engine = Engine(before.model, before.weights, config, programs=before.programs)
+    engine = Engine(before.model, before.weights, config, programs=before.programs)
+    if pages is not None:
+        engine.scheduler = Scheduler(config, dataclasses.replace(engine.plan, pages=pages))
+    llm._runner.engine = engine
     try:
-        yield llm.engine
+        yield engine
     finally:
         llm._runner.engine = before
 

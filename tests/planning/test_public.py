@@ -15,7 +15,7 @@ from inferlib import Buckets, Slo, Workload
 from inferlib.cli import app
 from inferlib.config import ConfigurationError
 from inferlib.planning.planner import PlanError
-from tests.cli.test_wrong_input import Reached, problems, report
+from tests.helpers.wrong_calls import Reached, problems, report
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
