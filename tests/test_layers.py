@@ -53,7 +53,7 @@ LEVELS = (
     ("tuning",),
     ("async_llm", "deploy", "distillation", "doctor", "llm"),
     ("bench", "serving"),
-    ("cli",),
+    ("cli", "cluster"),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}
 VALUES = "inferlib.attention_values"

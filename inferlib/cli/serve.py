@@ -92,6 +92,8 @@ def serve(
     with memory_errors():
         warmup = llm.config.platform != "cpu" if serving.warmup is None else serving.warmup
         if warmup and engine.artifacts is None:
+            from inferlib.serving.structured import warmup_modes
+
             llm.warmup(warmup_modes())
         from inferlib.async_llm import AsyncLLM
 
@@ -121,11 +123,3 @@ def _options(model: str, address: AddressArguments, serving: ServingArguments) -
         chat_template=template,
         trust_templates=serving.trust_request_chat_template,
     )
-
-
-def warmup_modes() -> Any:
-    """All that requests can need; "processed" only for constraints, since no request brings a function."""
-    from inferlib.programs.program import DEVICE_MODES
-    from inferlib.serving.structured import has_constraints
-
-    return (*DEVICE_MODES, *(("processed",) if has_constraints() else ()), "embed")

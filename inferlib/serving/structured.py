@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from inferlib.programs.program import DEVICE_MODES, Mode
 from inferlib.sampling.structured import StructuredOutputs
 from inferlib.serving.errors import ApiError
 from inferlib.serving.fields import Fields
@@ -53,9 +54,10 @@ def read_format(form: Fields) -> dict[str, Any]:
     return {"json": schema}
 
 
-def has_constraints() -> bool:
-    """Whether answers can be constrained here: then programs for that are worth compiling."""
-    return importlib.util.find_spec("llguidance") is not None
+def warmup_modes() -> tuple[Mode, ...]:
+    """All that requests can need; "processed" only for constraints, since no request brings a function."""
+    constraints: tuple[Mode, ...] = ("processed",) if importlib.util.find_spec("llguidance") else ()
+    return (*DEVICE_MODES, *constraints, "embed")
 
 
 def constraint(**wanted: Any) -> StructuredOutputs:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from inferlib import Buckets
 from inferlib.cli import app
-from inferlib.cli.serve import warmup_modes
+from inferlib.serving.structured import warmup_modes
 from tests.helpers.cli_model import COMMAND, error_of, make_model
 from tests.helpers.llms import build_llm
 from tests.helpers.servers import NAME, serving
