@@ -32,7 +32,8 @@ class Generator:
     """
 
     def __init__(self, model: str, params: SamplingParams, options: Mapping[str, Any]):
-        self._llm, self._params = LLM(model, **{"progress": False, **options}), params
+        all_options: dict[str, Any] = {"progress": False, **options}
+        self._llm, self._params = LLM(model, **all_options), params
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         count = len(next(iter(batch.values())))

@@ -75,14 +75,14 @@ class Replicas:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
 
     def deployment_options(self) -> dict[str, Any]:
-        router = RequestRouterConfig(
-            request_router_class="inferlib.cluster.router.PrefixRouter",
-            request_router_kwargs={"imbalance": self.imbalance},
-        )
+        router: dict[str, Any] = {
+            "request_router_class": "inferlib.cluster.router.PrefixRouter",
+            "request_router_kwargs": {"imbalance": self.imbalance},
+        }
         options: dict[str, Any] = {
             "max_ongoing_requests": self.concurrent,
             "ray_actor_options": self.actor_options(),
-            "request_router_config": router,
+            "request_router_config": RequestRouterConfig(**router),
         }
         if self.least == self.most:
             return options | {"num_replicas": self.least}
@@ -137,7 +137,7 @@ class Ingress:
         """Nothing goes to the client before the first part of the body is here: until then another replica can answer.
         Raises ApiError."""
         for attempt in range(self._attempts):
-            parts = self._replicas.answer.remote(request)
+            parts: Any = self._replicas.answer.remote(request)
             try:
                 head = await anext(parts)
                 first = await anext(parts, b"")
@@ -193,11 +193,13 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     if not isinstance(model, str):
         raise ValueError("model is missing: give model=NAME")
     name = str(rest.pop("served_model_name", model))
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(Replicas) if f.name != "resources"}
+    kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(Replicas) if f.name != "resources"}
     if unknown := sorted(rest.keys() - kinds.keys() - {"resources"}):
         known = ", ".join(["model", "served_model_name", "engine", *kinds, "resources"])
         raise ValueError(f"{unknown[0]} is no argument: there are {known}")
-    values = {key: _mapping(key, value) if key == "resources" else kinds[key](value) for key, value in rest.items()}
+    values: dict[str, Any] = {
+        key: _mapping(key, value) if key == "resources" else kinds[key](value) for key, value in rest.items()
+    }
     return application(model, Replicas(**values), ServerOptions(names=(name,)), **_mapping("engine", engine))
 
 
