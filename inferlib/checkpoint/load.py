@@ -63,7 +63,7 @@ def _match(family: Family, model: AbstractModel, present: set[str]) -> tuple[Loa
     layers = family.prefix.split("{i}")[0]
     if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
         family = replace(family, layer={**family.layer, **family.fused})
-    items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
+    items = tuple(item_of(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     if family.base and not any(name.startswith(family.base) for name in present):
         return tuple(_without(family.base, item) for item in items)
     return items
@@ -312,7 +312,7 @@ def _needs_no_scales(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
+def item_of(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
         made = top_assembly(family.top, model.config, weight.part)
         return LoadItem(weight, None, (made.pieces,), family.fused_experts, made.arrange)
