@@ -145,11 +145,10 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
 def test_nothing_compiles_after_warmup(kind, tight):
     with new_engine(tight(kind)) as engine:
         engine.warmup(["greedy"])
-        before = compilations()
+        before = compilations(), engine.programs.misses
         run(engine, crowd())
         assert engine.stats.cached_tokens > 50
-        assert engine.stats.program_misses == 0
-        assert compilations() == before
+        assert (compilations(), engine.programs.misses) == before
 
 
 @pytest.mark.slow
@@ -185,7 +184,7 @@ def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
 
 def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):
     llm, prompt = tight("qwen3_5_text"), prompt_of(33, 2, 0)
-    params = dataclasses.replace(GREEDY, n=4, max_tokens=12)
+    params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
 
     def outputs(**options) -> list[list[int]]:
         with new_engine(llm, **options):

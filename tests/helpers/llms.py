@@ -72,9 +72,9 @@ def build_llm(path: Path | str, buckets: Buckets, *, dtype: str = "float32", **o
 def new_engine(llm: LLM, *, pages: int | None = None, **options: Any) -> Iterator[Engine]:
     """Give `llm` a new engine whose config differs in `options`, with the same weights and programs.
 
-    pages: how many of the device's it may give to rows.
+    pages: how many of the device's it may give to rows. A warm-up binds this engine alone.
     """
-    before = llm.engine
+    before, strict = llm.engine, llm.engine.programs.strict
     config = dataclasses.replace(before.config, **options)
     engine = Engine(before.model, before.weights, config, programs=before.programs)
     if pages is not None:
@@ -83,7 +83,7 @@ def new_engine(llm: LLM, *, pages: int | None = None, **options: Any) -> Iterato
     try:
         yield engine
     finally:
-        llm._runner.engine = before
+        llm._runner.engine, before.programs.strict = before, strict
 
 
 @contextlib.contextmanager
