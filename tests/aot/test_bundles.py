@@ -125,17 +125,17 @@ def test_a_division_that_gives_quotient_and_remainder():
 
 
 # R at most on one core of v5e, v6e, v5p and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that
-# case where that is less. Every kernel is compiled for v5e and v6e, rarer cases for one of the two. Those that take
-# another form where memory is faster, or floats have 4 bits, are compiled for v5p and v7x too; the benchmark has all
-# cases of all four. Other compilers than the one of which that was found may schedule less well.
+# case where that is less. Every kernel is compiled for v5e and v6e, by other cases where the two compile alike. Those
+# that take another form where memory is faster, or floats have 4 bits, are compiled for v5p and v7x too; the benchmark
+# has all cases of all four. Other compilers than the one of which that was found may schedule less well.
 SLACK = 1.25 if HAS_COMPILER and not version("libtpu").startswith("0.0.42.") else 1.0
 GENERATIONS = ("v5e", "v6e", "v5p", "v7x")
 MOST = {
     "decode_attention": {
         "A": (1.03, 1.03, 1.03, 1.03),
-        "F": (1.03, 1.03, None, None),
-        "L": (1.03, 1.03, None, None),
-        "F, written": (1.03, 1.03, None, None),
+        "F": (1.03, None, None, None),
+        "L": (None, 1.03, None, None),
+        "F, written": (None, 1.03, None, None),
         "F, fp8, written": (1.04, 1.04, 1.04, 1.04),
         "F, page 128": (1.03, None, None, None),
         "uneven, 8 heads": (1.05, None, None, None),
@@ -147,19 +147,19 @@ MOST = {
     },
     "mla_decode_attention": {
         "V3": (1.10, 1.04, None, 1.91),
-        "16 heads": (1.03, 1.03, None, None),
+        "16 heads": (1.03, None, None, None),
         "16 heads, uneven": (1.07, None, None, None),
         "16 heads, page 256": (None, 1.03, None, None),
     },
     "grouped_matmul": {
-        "gate and up, 32 tokens": (1.01, 1.01, None, None),
+        "gate and up, 32 tokens": (1.01, None, None, None),
         "gate and up, 4096 tokens": (1.03, 1.01, None, 1.09),
-        "down, 4096 tokens": (1.03, 1.01, None, None),
-        "gate and up, 32 tokens, mxfp4": (1.03, 1.12, None, None),
+        "down, 4096 tokens": (None, 1.01, None, None),
+        "gate and up, 32 tokens, mxfp4": (1.03, None, None, None),
         "gpt-oss, gate and up, 32 tokens, mxfp4": (1.07, 1.13, 2.06, 1.61),
     },
     "expert_mlp": {
-        "Qwen3-30B-A3B, 1 token": (1.01, 1.01, None, None),
+        "Qwen3-30B-A3B, 1 token": (1.01, None, None, None),
         "Qwen3-30B-A3B, 32 tokens": (1.01, 1.01, 1.01, None),
         "gpt-oss-20b, 32 tokens, mxfp4": (1.06, 1.14, 2.06, 1.62),
     },
@@ -167,8 +167,8 @@ MOST = {
     "mx_matmul": {
         "mxfp4, T 16": (1.05, 1.08, 1.84, 1.40),
         "fp8_block, T 16": (1.03, 1.03, 1.03, 1.04),
-        "mxfp8, T 16": (1.03, 1.03, None, None),
-        "fp8, T 16": (1.03, 1.03, None, 1.04),
+        "mxfp8, T 16": (1.03, None, None, None),
+        "fp8, T 16": (None, 1.03, None, 1.04),
         "int4, T 16": (None, 1.05, None, 1.10),
     },
     # By operations: 1 / R is the share of the matrix units' peak, of which heads of 128 can have half on v6e and v7x.
@@ -188,9 +188,9 @@ MOST = {
         "512 behind 7680, page 256": (1.26, None, None, None),
     },
     "collective_matmul": {
-        "8b o, 2048": (1.03, 1.03, None, None),
+        "8b o, 2048": (1.03, None, None, None),
         "8b gate and up, 2048": (1.10, 1.20, 2.15, 1.03),
-        "8b qkv, 2048": (1.03, 1.03, None, None),
+        "8b qkv, 2048": (None, 1.03, None, None),
         "70b down, 4096": (1.06, 1.08, None, None),
     },
 }
@@ -204,11 +204,11 @@ BYTES |= dict.fromkeys(MOST["mla_decode_attention"], 1.05)
 MOST_CYCLES = {
     "chunk_write": {
         "512 tokens": (1.5, 0.9, 1.3, 0.7),
-        "512 tokens, head size 256": (1.5, 0.9, 1.3, 0.7),
+        "512 tokens, head size 256": (1.5, None, None, 0.7),
         "512 tokens, int8": (8.2, 4.7, 7.1, 2.4),
     },
     "group_order": {
-        "Qwen3-30B-A3B, 512 tokens": (6.9, 6.3, 5.9, 5.1),
+        "Qwen3-30B-A3B, 512 tokens": (None, 6.3, 5.9, None),
         "Qwen3-30B-A3B, 4096 tokens": (9.2, 8.1, 8.0, 6.6),
     },
 }
@@ -270,7 +270,7 @@ def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
     if kernel == "collective_matmul":
         assert {case: line["r"] for case, line in figures.items() if line["r"] > SLACK * 1.3 * most[case]} == {}
     if kernel == "decode_attention" and GENERATIONS[generation] in ("v5e", "v6e"):
-        assert max(figures[case]["r"] for case in ("A", "F", "L")) <= SLACK * 1.1
+        assert max(figures[case]["r"] for case in ("A", "F", "L") if case in figures) <= SLACK * 1.1
 
 
 @pytest.mark.slow
@@ -278,6 +278,6 @@ def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
 @of_each_generation
 @pytest.mark.parametrize("kernel", MOST_CYCLES)
 def test_a_kernel_compiles_and_takes_microseconds(generation, kernel):
-    most = MOST_CYCLES[kernel]
+    most = {case: bounds[generation] for case, bounds in MOST_CYCLES[kernel].items() if bounds[generation]}
     figures = measured(generation, kernel, most)
-    assert {case for case, line in figures.items() if line["cycles_us"] > SLACK * most[case][generation]} == set()
+    assert {case for case, line in figures.items() if line["cycles_us"] > SLACK * most[case]} == set()
