@@ -9,7 +9,7 @@ import numpy as np
 
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks
-from tests.helpers.packed_experts import packed, quantized
+from tests.helpers.packed_experts import dequantized, packed, quantized
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
 ONCE = Blocks(rows=96, columns=128, height=80, tail=16, buffers=3, once=True)
@@ -44,7 +44,7 @@ class Case:
         sizes, weights = jnp.asarray(self.sizes, jnp.int32), jnp.asarray(w, self.dtype)
         if self.scheme:
             cached = quantized(weights, (3,), SCHEMES[self.scheme])
-            w = np.asarray(cached.dequantized((3,), jnp.float32), float).reshape(w.shape)
+            w = np.asarray(dequantized(cached, (3,)), float).reshape(w.shape)
             weights = packed(cached, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else cached
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.ops.cache_write import unfolded
-from tests.helpers.decode_attention_cases import folded
+from tests.helpers.decode_attention_cases import dense, folded
 from tests.helpers.latent_cases import LatentCase
 from tests.helpers.prefill_attention_cases import hold_chunks
 
@@ -60,9 +59,10 @@ class Case(LatentCase):
         result = {name: jnp.asarray(x, self.dtype) for name, x in result.items()}
         if self.layers:
             for name in ("k", "v", "latents", "keys"):
-                poison = [jnp.full_like(result[name], jnp.nan)] * (self.layers - 1)
-                cached = [result[name], *poison] if name in "kv" else [*poison, result[name]]
-                result[name] = jnp.stack(cached)
+                numbers = np.asarray(result[name])
+                poison = [np.full_like(numbers, np.nan)] * (self.layers - 1)
+                stack = [numbers, *poison] if name in "kv" else [*poison, numbers]
+                result[name] = jnp.asarray(np.stack(stack))
             result |= {"layer": jnp.int32(self.layers - 1), "weight_layer": jnp.int32(0)}
         if self.columns:
             result["pages"] = jnp.asarray(table, jnp.int32)
@@ -85,9 +85,9 @@ class Case(LatentCase):
     def oracle(self, inputs: dict[str, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Output and LSE of each chunk's queries up to the cache's end, in float64; absent chunks are not in it."""
         cached = {name: inputs[name] for name in ("q", "k", "v", "latents")} | {
-            "keys": unfolded(inputs["keys"], self.fold)
+            "keys": dense(inputs["keys"], self.fold)
         }
-        cached = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in cached.items()}
+        cached = {name: np.asarray(x).astype(np.float64) for name, x in cached.items()}
         if self.layers:
             cached |= {name: cached[name][0 if name in "kv" else -1] for name in cached if name != "q"}
         q, k, v, latents, keys = cached.values()

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 
 # One program instead of one for each operation.
 quantized = jax.jit(quantize, static_argnums=(1, 2))
+
+
+@partial(jax.jit, static_argnums=1)
+def dequantized(w: QuantizedTensor, contracting: tuple[int, ...]) -> jax.Array:
+    """The float32 values that are meant."""
+    return w.dequantized(contracting, jnp.float32)
+
+
+def with_nan(x: jax.Array, index: Any) -> jax.Array:
+    """`x` with NaN at an index, by NumPy, so that nothing is compiled."""
+    changed = np.array(x)
+    changed[index] = np.nan
+    return jnp.asarray(changed)
 
 
 def packed(w: QuantizedTensor, scheme: str, *, float4: bool = False) -> PackedTensor:

@@ -19,7 +19,7 @@ from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.helpers.kernels import copies_of
-from tests.helpers.packed_experts import packed, quantized
+from tests.helpers.packed_experts import dequantized, packed, quantized
 
 
 def activation(gate, up):
@@ -59,7 +59,7 @@ class Case:
             for name in ("gate_up", "down"):
                 summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
                 cached = quantized(weights[name], summed, SCHEMES[self.scheme])
-                exact[name] = np.asarray(cached.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
+                exact[name] = np.asarray(dequantized(cached, summed), float).reshape(exact[name].shape)
                 weights[name] = packed(cached, self.scheme, float4=float4) if cached.grouped and pack else cached
         expected = np.zeros((tokens, self.dim))
         for token, expert in np.argwhere(factors):

@@ -22,7 +22,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from tests.helpers.grouped_matmul_cases import ONCE, Case
 from tests.helpers.kernels import copies_of
-from tests.helpers.packed_experts import packed, quantized
+from tests.helpers.packed_experts import dequantized, packed, quantized
 
 CASES = {
     "around a tail": Case((0, 1, 15, 16, 17, 0), 64),
@@ -107,7 +107,7 @@ def test_quantised_weights(scheme):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(12, 32)), jnp.bfloat16)
     w = quantized(jnp.asarray(rng.normal(size=(2, 3, 2, 32, 40)), jnp.float32), (3,), SCHEMES[scheme])
-    exact = np.asarray(w.dequantized((3,), jnp.float32), float).reshape(2, 3, 2, 32, 40)[1][[0] * 4 + [2] * 6]
+    exact = np.asarray(dequantized(w, (3,)), float).reshape(2, 3, 2, 32, 40)[1][[0] * 4 + [2] * 6]
     w = packed(w, scheme) if w.grouped else w
     product = partial(contract.grouped_matmul, sizes=jnp.asarray([4, 0, 6], jnp.int32), most=6, backend="pallas_tpu")
     got = jax.jit(lambda x, w: product(x, w, layer=jnp.int32(1)))(x, w)

@@ -13,7 +13,7 @@ from inferlib.ops.grouped_matmul import choose, chosen_matmul, grouped_matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu as kernel
 from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, blocks, unsupported
-from tests.helpers.packed_experts import quantized
+from tests.helpers.packed_experts import dequantized, quantized, with_nan
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 4e-3}  # of the largest result
 
@@ -24,14 +24,14 @@ def draw(scheme: str | None, shape, dtype, contracting: int):
     if scheme is None:
         return w, np.asarray(w, np.float64)
     w = quantized(w, (contracting,), SCHEMES[scheme])
-    return w, np.asarray(w.dequantized((contracting,), jnp.float32), np.float64).reshape(shape)
+    return w, np.asarray(dequantized(w, (contracting,)), np.float64).reshape(shape)
 
 
 def poisoned(w, index):
     """With NaN where nothing may be read."""
     if not isinstance(w, QuantizedTensor):
-        return w.at[index].set(jnp.nan)
-    return QuantizedTensor(w.values, w.scales.at[index].set(jnp.nan), w.grouped)
+        return with_nan(w, index)
+    return QuantizedTensor(w.values, with_nan(w.scales, index), w.grouped)
 
 
 def check(got, expected, dtype: str) -> None:

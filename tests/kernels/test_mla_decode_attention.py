@@ -17,6 +17,7 @@ from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_decode_attention
 from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.mla_decode_attention_cases import SCALE, Case
+from tests.helpers.packed_experts import dequantized
 
 # Several blocks a row, several parts a block, and rows that end in each.
 SMALL = tpu.Blocks(positions=512, part=256, edge=256)
@@ -69,7 +70,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
     inputs, cached = case.inputs(), {}
     for name in ("latents", "keys"):
         cached[name] = quantize(inputs[name], (3,), Scheme("int8"))
-        inputs[name] = cached[name].dequantized((3,), jnp.float32)
+        inputs[name] = dequantized(cached[name], (3,))
     wants = case.oracle(inputs)
     inputs |= {name: x.values for name, x in cached.items()}
     scales = tuple(cached[name].scales for name in ("latents", "keys"))

@@ -16,6 +16,7 @@ from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_prefill_attention
 from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.mla_prefill_attention_cases import SCALE, Case
+from tests.helpers.packed_experts import dequantized
 
 BACKENDS = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
 CASES = {
@@ -55,7 +56,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
     inputs, cached = case.inputs(), {}
     for name in ("latents", "keys"):
         cached[name] = quantize(inputs[name], (3,), Scheme("int8"))
-        inputs[name] = cached[name].dequantized((3,), jnp.float32)
+        inputs[name] = dequantized(cached[name], (3,))
     wants = case.oracle(inputs)
     inputs |= {name: x.values for name, x in cached.items()}
     scales = tuple(cached[name].scales for name in ("latents", "keys"))

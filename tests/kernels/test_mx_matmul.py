@@ -4,6 +4,7 @@ models with it. About 45 s."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,15 @@ from tests.helpers.packed_products import FLOAT4, hold, packed
 BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
 
 
+def product(x: jax.Array, weight: Weight, **options) -> jax.Array:
+    """The kernel's product, interpreted in one program."""
+    options = {"out_dtype": jnp.float32, "interpret": True, **options}
+    return jax.jit(lambda x, weight: mx_matmul(x, weight, **options))(x, weight)
+
+
 def check(x: jax.Array, weight: Weight, exact: np.ndarray, layer: int = 1, **options) -> np.ndarray:
     """The kernel's product, within float32 rounding of all that is summed."""
-    y = np.asarray(mx_matmul(x, weight, layer=layer, out_dtype=jnp.float32, **options), np.float64)
+    y = np.asarray(product(x, weight, layer=layer, **options), np.float64)
     hold(y, x, exact[layer])
     return y
 
@@ -55,7 +62,7 @@ def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     rng = np.random.default_rng(0)
     tensor, exact = packed(name, numbers(rng, 2, 2, inputs, columns))
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
-    check(x, tensor.stack, exact, blocks_=chosen, interpret=True)
+    check(x, tensor.stack, exact, blocks_=chosen)
 
 
 # More tiles of rows and a late layer are tried with packed values and with plain ones, not with every dtype.
@@ -75,14 +82,13 @@ def test_norm_and_activation_are_part_of_it(name, rows, layer):
     weights = jnp.asarray(rng.standard_normal((20, 288)), jnp.bfloat16)
     norm = RmsNorm(weights, 1e-3, offset=1.0)
     normed = rms_norm(x, weights[layer], 1e-3, unit_offset=True)
-    products = mx_matmul(normed, tensor.stack, layer=layer, out_dtype=jnp.float32, interpret=True)
-    y = mx_matmul(x, tensor.stack, layer=layer, norm=norm, out_dtype=jnp.float32, interpret=True)
+    products = product(normed, tensor.stack, layer=layer)
+    y = product(x, tensor.stack, layer=layer, norm=norm)
     most = float(jnp.max(jnp.abs(products)))
     np.testing.assert_allclose(y, products, rtol=0, atol=most * 2**-8)  # normed rows may round to the other neighbour
     assert np.mean(np.asarray(y) == np.asarray(products)) > 0.5
     both = jnp.stack([jnp.tanh(products[0]) * products[1]])
-    options = dict(layer=layer, norm=norm, activation=lambda gate, up: jnp.tanh(gate) * up, interpret=True)
-    result = mx_matmul(x, tensor.stack, out_dtype=jnp.float32, **options)
+    result = product(x, tensor.stack, layer=layer, norm=norm, activation=lambda gate, up: jnp.tanh(gate) * up)
     np.testing.assert_allclose(result, both, rtol=0, atol=most * 2**-7)
 
 
@@ -111,17 +117,16 @@ def test_copies_are_awaited_and_do_not_race(name, mode):
 @pytest.mark.parametrize("pack", [pack_mxfp4, pack_float4])
 def test_every_code_of_mxfp4_with_every_exponent(pack):
     """A row that picks one input at a time reads the weights themselves."""
-    values = jnp.asarray(np.arange(32) % 16, jnp.uint8)
-    codes = jnp.broadcast_to(jnp.tile(values, 8)[:, None], (256, 128))
+    codes = np.broadcast_to((np.arange(256) % 16).astype(np.uint8)[:, None], (256, 128))
     scales = np.full((8, 128), 127, np.uint8)
     scales[:, 0] = 127 - np.arange(8) * 3  # within 2^-26 of the largest, at the bottom of e8m0 and at its top
     scales[:, 1], scales[:, 2] = 10, 250
-    weight = Weight(*(x[None, None] for x in pack(codes, jnp.asarray(scales))))
+    weight = Weight(*(np.asarray(x)[None, None] for x in jax.jit(pack)(codes, jnp.asarray(scales))))
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     exact = np.where(codes > 7, -1, 1) * magnitudes[np.asarray(codes) & 7]
     exact = exact * np.exp2(np.repeat(scales, 32, axis=0).astype(np.float64) - 127)
     x = jnp.eye(256, dtype=jnp.bfloat16)
-    y = np.asarray(mx_matmul(x, weight, out_dtype=jnp.float32, interpret=True), np.float64)[0]
+    y = np.asarray(product(x, weight), np.float64)[0]
     is_zero = exact == 0
     np.testing.assert_array_equal(y[~is_zero], exact[~is_zero])
     most = np.broadcast_to(np.abs(exact).max(0), exact.shape)
@@ -134,7 +139,7 @@ def test_a_nan_scale_spoils_its_column_alone_and_padding_nothing(name):
     tensor, _ = packed(name, numbers(rng, 1, 2, 256, 130), spoilt=(0, 1, 1, 5))
     x = rng.standard_normal((5, 256)).astype(np.float32)
     x[3] = np.nan
-    y = np.asarray(mx_matmul(jnp.asarray(x, jnp.bfloat16), tensor.stack, out_dtype=jnp.float32, interpret=True))
+    y = np.asarray(product(jnp.asarray(x, jnp.bfloat16), tensor.stack))
     spoilt = np.zeros(y.shape, bool)
     spoilt[1, :, 5], spoilt[:, 3] = True, True
     np.testing.assert_array_equal(np.isnan(y), spoilt)
@@ -146,7 +151,7 @@ def test_inputs_are_padded(name):
     tensor, exact = packed(name, numbers(rng, 1, 2, 96, 64))
     x = jnp.asarray(rng.standard_normal((4, 96)), jnp.bfloat16)
     assert tensor.stack.inputs == (256 if name == FLOAT4 else 128)
-    check(x, tensor.stack, exact, layer=0, interpret=True)
+    check(x, tensor.stack, exact, layer=0)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +172,8 @@ def test_layers_see_no_difference(shape, names, contract, name):
     arrays = jax.jit(ready.stored)(w)
     assert [(x.shape, x.dtype) for x in arrays] == [(a.shape, a.dtype) for a in ready.arrays]
     x = jnp.asarray(rng.standard_normal((5, *shape[:contract])), jnp.bfloat16)
-    dense = matmul(x, scheme.tensor(*jax.jit(spec.stored)(w)), contract=contract, out_dtype=jnp.float32)
-    result = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
+    run = jax.jit(partial(matmul, contract=contract, out_dtype=jnp.float32))
+    dense, result = run(x, scheme.tensor(*jax.jit(spec.stored)(w))), run(x, ready.packing.tensor(*arrays))
     np.testing.assert_allclose(result, dense, rtol=1e-5, atol=1e-5)
 
 

@@ -12,18 +12,25 @@ import pytest
 
 from inferlib.models.layers.mlp import gated
 from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
-from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
 from inferlib.pallas_kernels.partial_sums_gpu import summed
 from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 from tests.helpers.kernels import lowered_for_cuda
-from tests.helpers.packed_experts import quantized
+from tests.helpers.packed_experts import dequantized, quantized
 
 on_cpu = jax.default_backend() == "cpu"
 
 
 def draw(shape, size=1.0, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * size, dtype)
+
+
+@partial(jax.jit, static_argnums=2)
+def deferred(x: jax.Array, weight: jax.Array, parts: int) -> DeferredNorm:
+    """The norm of rows [T, I] but for its factor, with so many sums of squares of a row."""
+    squares = jnp.square(x.astype(jnp.float32)).reshape(len(x), parts, -1)
+    return DeferredNorm(x * weight, jnp.sum(squares, axis=2), 1e-5)
 
 
 def norm_of(x, weight, eps=1e-5):
@@ -44,19 +51,27 @@ def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
 
 
 def test_a_row_does_not_touch_another():
-    residual = jnp.ones((2, 320), jnp.bfloat16).at[1, 5].set(jnp.nan)
-    x, y, _ = residual_norm(residual, jnp.zeros((3, 2, 320)), jnp.ones(320, jnp.bfloat16), 0.0)
-    np.testing.assert_array_equal(y.whole()[0], np.ones(320))
-    assert np.isnan(np.float32(x[1])).sum() == 1
-    assert np.isnan(np.float32(y.whole()[1])).all()
+    residual = np.ones((2, 320), jnp.bfloat16)
+    residual[1, 5] = np.nan
+
+    @jax.jit
+    def run(residual):
+        x, y, _ = residual_norm(residual, jnp.zeros((3, 2, 320)), jnp.ones(320, jnp.bfloat16), 0.0)
+        return x, y.whole()
+
+    x, y = map(np.float32, run(residual))
+    np.testing.assert_array_equal(y[0], np.ones(320))
+    assert np.isnan(x[1]).sum() == 1
+    assert np.isnan(y[1]).all()
 
 
 @pytest.mark.parametrize("activated", [False, True])
 def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
     partials, x = draw((5, 3, 640)), draw((3, 256), 20, seed=1)
-    squares = jnp.sum((x * x).reshape(3, 4, 64), axis=2)
+    squares = np.sum((np.asarray(x) ** 2).reshape(3, 4, 64), axis=2)
     activation = (lambda a, b: jax.nn.silu(a) * b) if activated else None
-    got = summed(partials, squares, inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
+    options = dict(inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
+    got = jax.jit(partial(summed, **options))(partials, squares)
     y = np.sum(np.float64(partials), axis=0) / np.sqrt(np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5)
     if activated:
         gate, up = np.split(y, 2, axis=1)
@@ -78,8 +93,8 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
     activation = activation and partial(gated, activation)
     x, weight = draw((rows, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     w = quantized(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
-    y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, 2, 128), axis=2), 1e-5)
-    matrix = np.float64(w.dequantized((0,), jnp.float32)).reshape(256, 2, 64)
+    y = deferred(x, weight, 2)
+    matrix = np.float64(dequantized(w, (0,))).reshape(256, 2, 64)
     exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), matrix)
     if activation:
         exact = np.float64(activation(jnp.float32(exact[:, 0]), jnp.float32(exact[:, 1])))
@@ -96,11 +111,11 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
 
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
-    y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True), 1e-5)
+    y = deferred(x, weight, 1)
     dense = draw((256, 64), dtype=jnp.bfloat16, seed=2)
-    quantised = quantize(dense.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
+    quantised = quantized(dense.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
     rounds = replace(quantised, round_inputs=True)
-    shifted = replace(quantize(dense.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
+    shifted = replace(quantized(dense.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
     for w in (dense, rounds, shifted):
         got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.whole()))
         # XLA rounds one of the whole norms and not the other, from where e4m3 may go to another neighbour.
@@ -117,16 +132,17 @@ def test_what_does_not_go_together_is_refused():
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
 def test_partial_sums_of_a_product(scheme):
-    x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantize(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
+    x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantized(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)
     assert chosen(2, jnp.bfloat16).name == "row_matmul"
     assert chosen({"mxfp4": 17, "int8": 5}[scheme], jnp.bfloat16).name == "xla"
     assert "float32" in chosen(2, jnp.float32).reason
     got = jax.jit(lambda x, w: matmul_partials(x, w, contract=2))(x, w)
-    exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(w.dequantized((0, 1), jnp.float32)).reshape(2, 128, 64))
+    exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(dequantized(w, (0, 1))).reshape(2, 128, 64))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(np.sum(np.float64(got), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
-    ours = row_matmul(x.reshape(2, 256), *_arrays(w, 2), epilogue=Epilogue(partials=True), interpret=on_cpu)
+    run = partial(row_matmul, epilogue=Epilogue(partials=True), interpret=on_cpu)
+    ours = jax.jit(lambda x, w: run(x.reshape(2, 256), *_arrays(w, 2)))(x, w)
     assert ours.shape == got.shape
     np.testing.assert_allclose(np.sum(np.float64(ours), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
 
@@ -148,7 +164,7 @@ def test_partial_sums_of_a_product(scheme):
 def test_they_lower_for_gpus(scheme, rows, inputs, outputs):
     """Weights that are copied ahead, and such as are loaded."""
     y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
-    w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
+    w = quantized(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
     for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: matmul_partials(y.y, w)):
         text = lowered_for_cuda(run, y, w)
         assert "triton" in text

@@ -18,7 +18,9 @@ from inferlib.pallas_kernels.prefill_attention_gpu import prefill_attention as k
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
 from tests.helpers.prefill_attention_cases import Case
 
-RUN = on_prefill_kernel(partial(kernel, sizes=Blocks(32, 16), interpret=True))
+# In one program each.
+RUN = jax.jit(on_prefill_kernel(partial(kernel, sizes=Blocks(32, 16), interpret=True)), static_argnames="scale")
+BY_XLA = jax.jit(prefill_attention, static_argnames="scale")
 
 
 def of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache]:
@@ -31,28 +33,30 @@ def of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache]:
 def test_each_query_has_a_window():
     """Chunked attention: queries see what is in their own run of 24 positions."""
     inputs = Case((0, 5, 40), width=48, slots=128, size=64, group=3).inputs(1)
-    k, v = (jnp.nan_to_num(inputs[name], nan=0.5, posinf=0.5) for name in "kv")
+    k, v = (np.nan_to_num(inputs[name], nan=0.5, posinf=0.5) for name in "kv")
     inputs |= {"k": k, "v": v, "window": inputs["positions"] % 24 + 1, "scale": 0.1}
-    for got, want in zip(RUN(**inputs), prefill_attention(**inputs), strict=True):
+    for got, want in zip(RUN(**inputs), BY_XLA(**inputs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_values_of_another_size():
     inputs = Case((0, 30), slots=80, size=48).inputs(2)
-    wide = {**inputs, "v": jnp.concatenate([inputs["v"], -inputs["v"][..., :24]], axis=-1), "scale": 0.1}
+    v = np.asarray(inputs["v"])
+    wide = {**inputs, "v": np.concatenate([v, -v[..., :24]], axis=-1), "scale": 0.1}
     (out, lse), (narrow, same) = RUN(**wide), RUN(**inputs, scale=0.1)
-    np.testing.assert_allclose(out, jnp.concatenate([narrow, -narrow[..., :24]], axis=-1), rtol=1e-6, atol=1e-6)
+    narrow = np.asarray(narrow)
+    np.testing.assert_allclose(out, np.concatenate([narrow, -narrow[..., :24]], axis=-1), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(lse, same)
 
 
 def test_tiles_of_a_prompt_equal_one_chunk():
     """In any order, among tiles of other rows."""
-    whole = Case((0, 20), width=64, slots=96).inputs(3)
+    whole = jax.tree.map(np.asarray, Case((0, 20), width=64, slots=96).inputs(3))
     tile = lambda x: x.reshape(8, 16, *x.shape[2:])[::-1]  # noqa: E731
     tiles = whole | {name: tile(whole[name]) for name in ("q", "positions")}
-    tiles["rows"] = jnp.repeat(whole["rows"], 4)[::-1]
+    tiles["rows"] = np.repeat(whole["rows"], 4)[::-1]
     for got, want in zip(RUN(**tiles, scale=0.1), RUN(**whole, scale=0.1), strict=True):
-        np.testing.assert_allclose(got, tile(want), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got, tile(np.asarray(want)), rtol=1e-6, atol=1e-6)
 
 
 def test_the_operation_runs_it():

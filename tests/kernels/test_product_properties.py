@@ -22,7 +22,7 @@ from inferlib.pallas_kernels import grouped_matmul_tpu
 from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.helpers.grouped_matmul_cases import SMALL, Case
-from tests.helpers.packed_experts import quantized
+from tests.helpers.packed_experts import dequantized, quantized
 from tests.helpers.packed_products import FLOAT4, hold, packed
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -71,7 +71,7 @@ xla = jax.jit(partial(matmul, out_dtype=jnp.float32))
 def test_products_of_odd_shapes_by_xla(name, seed, spread):
     rows, inputs, columns = PRODUCTS[name]
     cached = quantized(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
-    exact = np.asarray(cached.dequantized((0,), jnp.float32), np.float64).reshape(inputs, 2, columns)
+    exact = np.asarray(dequantized(cached, (0,)), np.float64).reshape(inputs, 2, columns)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, inputs)), jnp.float32)
     hold(np.moveaxis(np.asarray(xla(x, cached), np.float64), 1, 0), x, np.moveaxis(exact, 1, 0))
 

@@ -20,7 +20,7 @@ from inferlib.pallas_kernels import copies_gpu, grouped_matmul_gpu, mma_gpu, row
 from inferlib.pallas_kernels.copies_gpu import Ring
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, Epilogue, blocks, row_matmul, unsupported
 from tests.helpers.kernels import kernels_in, lowered_for_cuda
-from tests.helpers.packed_experts import quantized
+from tests.helpers.packed_experts import dequantized, quantized, with_nan
 
 on_cpu = jax.default_backend() == "cpu"
 
@@ -31,8 +31,13 @@ def draw(scheme: str | None, shape):
         values = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.bfloat16)
         return values, None, np.asarray(values, np.float64)
     w = quantized(jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32), (1,), SCHEMES[scheme])
-    exact = np.asarray(w.dequantized((1,), jnp.float32), np.float64).reshape(shape)
+    exact = np.asarray(dequantized(w, (1,)), np.float64).reshape(shape)
     return w.values.reshape(shape), w.scales, exact
+
+
+def product(*arrays, **options) -> np.ndarray:
+    """What the kernel makes of them, in one program."""
+    return np.asarray(jax.jit(partial(row_matmul, interpret=on_cpu, **options))(*arrays))
 
 
 def check(got, expected) -> None:
@@ -50,7 +55,7 @@ def test_rows_by_the_matrices_they_choose(scheme):
     values, scales, exact = draw(scheme, (6, 256, 88))
     x = jnp.asarray(rng.normal(size=(2, 256)) * np.exp(3 * rng.normal(size=(2, 256))), jnp.bfloat16)
     run = partial(row_matmul, parts=2, chosen=Blocks(1 if scheme else 2, splits=2), interpret=on_cpu)
-    spoiled = (values.at[2:4].set(jnp.nan), None) if scales is None else (values, scales.at[2:4].set(jnp.nan))
+    spoiled = (with_nan(values, np.s_[2:4]), None) if scales is None else (values, with_nan(scales, np.s_[2:4]))
     got = jax.jit(run)(x, *spoiled, ids)
     chosen_rows = np.array([0, 1, 3])
     expected = np.einsum("mi,mpio->mpo", np.asarray(x, np.float64)[rows], exact.reshape(3, 2, 256, 88)[ids])
@@ -72,7 +77,7 @@ def test_copies_that_run_ahead(scheme, chosen, inputs):
     x = jnp.asarray(rng.normal(size=(4, inputs)), jnp.bfloat16)
     others = np.array(values)  # not every backend writes to parts of 4-bit arrays
     others[1] = np.nan if scales is None else 7
-    spoiled = jnp.asarray(others), None if scales is None else scales.at[1].set(jnp.nan)
+    spoiled = jnp.asarray(others), None if scales is None else with_nan(scales, np.s_[1])
     run = partial(row_matmul, chosen=chosen)
     got = jax.jit(run)(x, *spoiled, ids)
     expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64), exact[ids])
@@ -133,17 +138,18 @@ def test_inputs_of_any_size(scheme, size):
     """Beyond the range of float16: all as large as the largest, so that nothing may overflow either."""
     values, scales, exact = draw(scheme, (1, 128, 32))
     x = jnp.asarray(np.where(exact[0, :, 0] < 0, -size, size)[None], jnp.bfloat16)
-    got = row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), interpret=on_cpu)
+    got = product(x, values, scales, np.zeros(1, np.int32))
     check(got[0], np.asarray(x, np.float64) @ exact[0])
 
 
 def test_what_is_not_finite_stays_so():
     values, scales, _ = draw("mxfp4", (1, 128, 32))
+    run = jax.jit(partial(row_matmul, interpret=on_cpu))
     for bad in (np.nan, np.inf):
-        x = jnp.ones((1, 128), jnp.bfloat16).at[0, 70].set(bad)
-        assert not np.isfinite(row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), interpret=on_cpu)).any()
-    x, spoiled = jnp.ones((1, 128), jnp.bfloat16), scales.at[0, 1, 5].set(jnp.nan)
-    got = row_matmul(x, values, spoiled, jnp.zeros(1, jnp.int32), interpret=on_cpu)[0, 0]
+        x = np.where(np.arange(128) == 70, bad, 1)[None].astype(jnp.bfloat16)
+        assert not np.isfinite(run(x, values, scales, np.zeros(1, np.int32))).any()
+    x, spoiled = np.ones((1, 128), jnp.bfloat16), with_nan(scales, np.s_[0, 1, 5])
+    got = np.asarray(run(x, values, spoiled, np.zeros(1, np.int32)))[0, 0]
     assert np.isnan(got[5])
     assert np.isfinite(np.delete(got, 5)).all()
 
@@ -162,7 +168,7 @@ def test_blocks_change_nothing(scheme, chosen):
     inputs = 1280 if scheme == "fp8_block" else 320
     values, scales, exact = draw(scheme, (1, inputs, 160))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, inputs)), jnp.bfloat16)
-    got = row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), chosen=chosen, interpret=on_cpu)
+    got = product(x, values, scales, np.zeros(1, np.int32), chosen=chosen)
     check(got[0], np.asarray(x, np.float64) @ exact[0])
 
 
@@ -176,9 +182,9 @@ def test_blocks_change_nothing(scheme, chosen):
 def test_several_rows_share_the_weights(scheme, rows):
     """Each as exact as alone, whatever the size of the others."""
     values, scales, exact = draw(scheme, (2, 256 + 128, 72))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 384)), jnp.bfloat16)
-    x = x * jnp.asarray(10.0 ** np.linspace(-20, 20, rows), jnp.bfloat16)[:, None]
-    got = row_matmul(x, values, scales, parts=2, chosen=Blocks(2 if scheme is None else 1, 2), interpret=on_cpu)
+    x = np.random.default_rng(0).normal(size=(rows, 384)) * 10.0 ** np.linspace(-20, 20, rows)[:, None]
+    x = x.astype(jnp.bfloat16)
+    got = product(x, values, scales, parts=2, chosen=Blocks(2 if scheme is None else 1, 2))
     assert got.shape == (rows, 2, 72)
     for row in range(rows):
         check(got[row], np.einsum("i,pio->po", np.asarray(x[row], np.float64), exact))
@@ -197,7 +203,7 @@ def test_an_activation_of_two_results(scheme, rows, parts):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 384)) / 20, jnp.bfloat16)
     chosen = Blocks(2 if scheme is None else 1, splits=3)
     epilogue = Epilogue(lambda gate, up: jax.nn.silu(gate) * up, dtype="bfloat16")
-    got = row_matmul(x, values, scales, parts=parts, epilogue=epilogue, chosen=chosen, interpret=on_cpu)
+    got = product(x, values, scales, parts=parts, epilogue=epilogue, chosen=chosen)
     gate, up = np.split(np.einsum("mi,pio->mpo", np.asarray(x, np.float64), exact).reshape(rows, 144), 2, axis=1)
     expected = gate / (1 + np.exp(-gate)) * up
     assert (got.shape, got.dtype) == ((rows, 72), "bfloat16")
@@ -245,7 +251,7 @@ def test_products_of_few_rows_take_a_kernel_on_gpus(scheme, rows, kernel):
     w = quantized(jnp.ones((4, 64, 2, 16)), (0, 1), SCHEMES[scheme])
     run, x = partial(matmul, contract=2, activation=jnp.add), jnp.ones((rows, 4, 64), jnp.bfloat16)
     assert kernels_in(run, x, w) & {"row_matmul", "grouped_matmul"} == ({kernel} if kernel else set())
-    np.testing.assert_array_equal(run(x, w), np.full((rows, 16), 512))
+    np.testing.assert_array_equal(jax.jit(run)(x, w), np.full((rows, 16), 512))
 
 
 GATE_UP, O, OF_THREE = ((160,), (2, 24), True), ((4, 96), (64,), False), ((2, 3, 64), (5, 8), False)

@@ -32,12 +32,13 @@ from inferlib.ops.choice import Choice
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import choose, matmul
 from inferlib.ops.packed import Packing
-from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes, quantize
+from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards, planned_shards
 from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.llms import random_prompts, reference
 from tests.helpers.oracle import make_checkpoint
+from tests.helpers.packed_experts import dequantized, quantized
 
 # ---- the formats, written out: magnitudes in the order of their codes
 
@@ -73,7 +74,7 @@ def rounded(w: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 
 def restored(q: QuantizedTensor, shape: tuple[int, ...]) -> np.ndarray:
-    return np.asarray(q.dequantized((0,), jnp.float32)).reshape(shape)
+    return np.asarray(dequantized(q, (0,))).reshape(shape)
 
 
 # Normal numbers: what a device does with subnormal ones is its own affair. Multiples of 1/16 meet ties.
@@ -89,7 +90,7 @@ MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 @settings(max_examples=30)
 def test_codec_is_exact(name, w):
     scheme = SCHEMES[name]
-    cached = quantize(jnp.asarray(w), (0,), scheme)
+    cached = quantized(jnp.asarray(w), (0,), scheme)
     expected = rounded(w, scheme)
     once = restored(cached, w.shape)
     if scheme.scales == "float32":  # the division by a scale rounds: once in float32, in the oracle too
@@ -97,7 +98,7 @@ def test_codec_is_exact(name, w):
         np.testing.assert_allclose(once, expected, rtol=1e-6, atol=float(step) * 1e-5)
     else:
         np.testing.assert_array_equal(once, expected)
-        np.testing.assert_array_equal(restored(quantize(once, (0,), scheme), w.shape), once)  # a second time: the same
+        np.testing.assert_array_equal(restored(quantized(once, (0,), scheme), w.shape), once)  # a second time: the same
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float4_e2m1fn", "mxfp4"), ("float8_e4m3fn", "mxfp8")])
@@ -111,7 +112,7 @@ def test_every_mx_code_survives(dtype, name):
     x = np.concatenate([grid, ties, beyond]).astype(np.float32)
     block = np.zeros((32, x.size), np.float32)
     block[0], block[-1] = x, GRIDS[dtype][-1]  # whose largest makes the scale one
-    cached = quantize(block, (0,), SCHEMES[name])
+    cached = quantized(block, (0,), SCHEMES[name])
     assert (cached.scales.astype(jnp.float32) == 1.0).all()
     np.testing.assert_array_equal(cached.values[0, 0].astype(jnp.float32), nearest(x, GRIDS[dtype]))
 
@@ -120,9 +121,9 @@ def test_scales_of_mx_blocks():
     largest = np.array([0, 2.0**-140, 2.0**-126, 1, 6, 7.99, 2.0**127, 3e38, np.inf, np.nan, -np.inf], np.float32)
     block = np.zeros((32, largest.size), np.float32)
     block[5] = largest
-    codes = quantize(block, (0,), SCHEMES["mxfp4"]).scales.view(np.uint8)[0]
+    codes = quantized(block, (0,), SCHEMES["mxfp4"]).scales.view(np.uint8)[0]
     np.testing.assert_array_equal(codes, [0, 0, 0, 125, 127, 127, 252, 252, 255, 255, 255])
-    poisoned = restored(quantize(block, (0,), SCHEMES["mxfp4"]), block.shape)
+    poisoned = restored(quantized(block, (0,), SCHEMES["mxfp4"]), block.shape)
     assert np.isnan(poisoned[:, -3:]).all()
     assert not np.isnan(poisoned[:, :-3]).any()
 
@@ -132,7 +133,7 @@ def test_scales_of_mx_blocks():
 def test_what_is_not_finite_is_not_hidden(name, bad):
     w = np.ones((64, 3), np.float32)
     w[3, 1] = bad
-    back = restored(quantize(w, (0,), SCHEMES[name]), w.shape)
+    back = restored(quantized(w, (0,), SCHEMES[name]), w.shape)
     assert not np.isfinite(back[:32, 1]).any()
     np.testing.assert_allclose(back[:, [0, 2]], 1, rtol=0.1)
 
@@ -147,11 +148,11 @@ def test_product_is_that_of_the_rounded_weight(name, tokens, shape, contract):
     rng = np.random.default_rng(tokens)
     w, x = rng.normal(size=shape).astype(np.float32), rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
     contracting = tuple(range(contract))
-    cached = jax.jit(lambda w: quantize(w, contracting, SCHEMES[name]))(w)
+    cached = jax.jit(lambda w: quantized(w, contracting, SCHEMES[name]))(w)
     described = SCHEMES[name].arrays(shape, ("a",) * len(shape), contracting)
     for part, (size, _, dtype) in described.items():
         assert (getattr(cached, part).shape, getattr(cached, part).dtype) == (size, dtype)
-    whole = np.asarray(cached.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
+    whole = np.asarray(dequantized(cached, contracting), np.float64).reshape(shape)
     assert 0 < np.abs(whole - w).max() < 1
     got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
@@ -169,8 +170,8 @@ def rounded_along_last(x: np.ndarray, group: int) -> np.ndarray:
 def test_inputs_are_rounded_too(name, tokens, shape, contract, group):
     rng, contracting = np.random.default_rng(tokens), tuple(range(contract))
     x = (3 * rng.normal(size=(tokens, *shape[:contract]))).astype(np.float32)
-    cached = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
-    whole = np.asarray(cached.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
+    cached = quantized(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
+    whole = np.asarray(dequantized(cached, contracting), np.float64).reshape(shape)
     expected = np.tensordot(rounded_along_last(x, group).astype(np.float64), whole, contract)
     assert np.abs(expected - np.tensordot(x.astype(np.float64), whole, contract)).max() > 0.1
     got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
@@ -185,8 +186,8 @@ def eight_bit_product(name: str, rows: int, dtype="float32") -> tuple[np.ndarray
     rng, contracting = np.random.default_rng(rows), (0, 1)
     x = jnp.asarray(3 * rng.normal(size=(rows, 6, 16)), dtype).at[3].set(0)
     scheme = Quantization.named(name).scheme
-    w = quantize(rng.normal(size=(6, 16, 3, 8)).astype(np.float32), contracting, scheme)
-    return x, w, np.asarray(w.dequantized(contracting, jnp.float32), np.float64)
+    w = quantized(rng.normal(size=(6, 16, 3, 8)).astype(np.float32), contracting, scheme)
+    return x, w, np.asarray(dequantized(w, contracting), np.float64)
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -230,7 +231,7 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(name):
 @pytest.mark.parametrize("name", ROUNDING)
 def test_packed_weights_multiply_rounded_tokens(name):
     rng, scheme = np.random.default_rng(0), Quantization.named(name).scheme
-    w = quantize(rng.normal(size=(96, 2, 128)).astype(np.float32), (0,), scheme)
+    w = quantized(rng.normal(size=(96, 2, 128)).astype(np.float32), (0,), scheme)
     packing = Packing(scheme, (96, 2, 128), ("embed", "gate_up", "mlp"), (0,))
     x = jnp.asarray(rng.normal(size=(eight_bits.MANY_ROWS, 96)), jnp.bfloat16)
     gated = partial(matmul, activation=lambda gate, up: gate * up)
@@ -300,7 +301,7 @@ def test_zero_points_are_subtracted(scheme, tokens, shape, contract):
     values, scales, zeros = (np.asarray(x).astype(np.float64) for x in (cached.values, cached.scales, cached.zeros))
     axes = (contract,) if scheme.group else contracting
     whole = ((values - np.expand_dims(zeros, axes)) * np.expand_dims(scales, axes)).reshape(shape)
-    np.testing.assert_allclose(cached.dequantized(contracting, jnp.float32).reshape(shape), whole, rtol=1e-6)
+    np.testing.assert_allclose(dequantized(cached, contracting).reshape(shape), whole, rtol=1e-6)
     x = rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
     got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
@@ -395,7 +396,7 @@ def test_recurrent_layers_are_those_of_their_rounded_weights(family, name, paral
     assert {part for part, scheme in mixer.items() if scheme is not None} == parts
     engine = dense.engine
     rounded = tuple(
-        quantize(w, s.contracting, s.scheme).dequantized(s.contracting, w.dtype).reshape(w.shape) if s.scheme else w
+        quantized(w, s.contracting, s.scheme).dequantized(s.contracting, w.dtype).reshape(w.shape) if s.scheme else w
         for s, w in zip(specs, engine.weights, strict=True)
     )
     dense._runner.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
@@ -436,8 +437,8 @@ def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
     if name == "zeros":
         cached = drawn(rng, Scheme("int4", 32, zeros=True), shape, contracting)
     else:
-        cached = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
-    whole = np.asarray(cached.dequantized(contracting, jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
+        cached = quantized(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
+    whole = np.asarray(dequantized(cached, contracting)).reshape(-1, 4, 2, 64, 8)[layer or 0]
     taken = rounded_along_last(x, 32) if cached.round_inputs else x
     expected = np.einsum("ri,rpio->rpo", taken[: groups.size], whole[groups])
     got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, cached)
@@ -460,7 +461,7 @@ def test_experts_are_quantised_one_by_one(tmp_path):
         dense = abstract_model(files.config, "float32")
         floats = {w.part: np.asarray(x) for w, x in zip(dense.weights, files.load(dense), strict=True)}
         for part, contracting in (("gate_up", (2,)), ("down", (1,))):
-            cached = quantize(floats[f"mlp.experts.{part}"], contracting, SCHEMES[name])
+            cached = quantized(floats[f"mlp.experts.{part}"], contracting, SCHEMES[name])
             for array, suffix in ((cached.values, ""), (cached.scales, ".scales")):
                 for one in loaded:
                     got = one[f"blocks.0.mlp.experts.{part}{suffix}"]

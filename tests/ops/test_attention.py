@@ -14,8 +14,9 @@ from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import cache_write, unfolded
 from inferlib.ops.decode_attention import decode_attention as decode
-from inferlib.ops.quantized import Scheme, quantize
+from inferlib.ops.quantized import Scheme
 from tests.helpers.attention_calls import decode_attention, prefill_attention
+from tests.helpers.packed_experts import dequantized, quantized
 
 TOLERANCE = 3e-6  # absolute, on outputs and log-sum-exps of order 1 in float32
 KV, GROUP, SIZE = 2, 3, 4
@@ -32,6 +33,10 @@ OPTIONS = {
     "ring": {"window": 5, "ring": True},
     "ring of all options": {"window": 5, "ring": True, "softcap": 1.5, "sinks": SINKS},
 }
+
+
+# One program instead of one for each operation.
+merge = jax.jit(merge_attention)
 
 
 def random_queries(*shape: int) -> np.ndarray:
@@ -97,7 +102,7 @@ def test_prefill(name, limit):
             first[row], stop[row] = max(start - window + 1, 0), start + width
     k, v = (cache_of(x, 8 if ring else 24, first, stop, ring) for x in history)
     run = jax.jit(partial(prefill_attention, scale=SCALE, limit=limit, **options))
-    out, lse = map(np.asarray, run(q, k, v, jnp.array(rows), jnp.array(starts)[:, None] + jnp.arange(width)))
+    out, lse = map(np.asarray, run(q, k, v, jnp.array(rows), np.array(starts)[:, None] + np.arange(width)))
     assert out.dtype == lse.dtype == np.float32
     for chunk, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for i in range(width if row < 5 else 0):
@@ -113,16 +118,16 @@ def test_prefill_over_a_quantised_cache(name, dtype):
     options, width, starts = OPTIONS[name], 4, [13, 0]
     ring, q = options.get("ring", False), random_queries(2, width)
     history = random_history(2, 24)
-    cached = quantize(jnp.asarray(history), (4,), Scheme(dtype))
-    meant = np.asarray(cached.dequantized((4,), jnp.float32))
+    cached = quantized(history, (4,), Scheme(dtype))
+    meant = np.asarray(dequantized(cached, (4,)))
     np.testing.assert_allclose(meant, history, rtol=0, atol=0.02 if dtype == "int8" else 0.15)
     first, stop = [max(start - 5, 0) if ring else 0 for start in starts], [start + width for start in starts]
     values = [cache_of(np.asarray(x, np.float32), 8 if ring else 24, first, stop, ring) for x in cached.values]
     values = [np.where(np.isnan(x) & (dtype == "int8"), 77, x).astype(dtype) for x in values]
     scales = [cache_of(x[..., None], 8 if ring else 24, first, stop, ring)[..., 0] for x in cached.scales]
-    options = {**options, "scale": SCALE, "k_scales": scales[0], "v_scales": scales[1]}
-    positions = jnp.array(starts)[:, None] + jnp.arange(width)
-    out, lse = prefill_attention(q, *values, jnp.arange(2), positions, **options)
+    options = {**options, "scale": SCALE, "k_scales": jnp.asarray(scales[0]), "v_scales": jnp.asarray(scales[1])}
+    positions = np.array(starts)[:, None] + np.arange(width)
+    out, lse = jax.jit(partial(prefill_attention, **options))(q, *values, np.arange(2), positions)
     for row, start in enumerate(starts):
         for i in range(width):
             expected = attend(q[row, i], *meant[:, row], start + i, **OPTIONS[name])
@@ -132,12 +137,12 @@ def test_prefill_over_a_quantised_cache(name, dtype):
 
 def test_half_precision_accumulates_in_float32():
     """2000 equal keys: a sum of weights in bfloat16 would stop at 256."""
-    q = jnp.ones((1, KV, GROUP, SIZE), jnp.bfloat16)
-    k = jnp.zeros((1, KV, 2000, SIZE), jnp.bfloat16)
-    v = jnp.broadcast_to(jnp.array([1.0, 2.0, -3.0, 0.5], jnp.bfloat16), k.shape)
-    out, lse = decode_attention(q, k, v, jnp.array([2000]), scale=1.0)
+    q = np.ones((1, KV, GROUP, SIZE), jnp.bfloat16)
+    k = np.zeros((1, KV, 2000, SIZE), jnp.bfloat16)
+    v = np.broadcast_to(np.array([1.0, 2.0, -3.0, 0.5], jnp.bfloat16), k.shape)
+    out, lse = jax.jit(partial(decode_attention, scale=1.0))(q, k, v, np.array([2000]))
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(np.float32), np.asarray(v[:, :, :GROUP], np.float32), rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(v[:, :, :GROUP], np.float32), rtol=1e-2)
     np.testing.assert_allclose(lse, np.log(2000), atol=1e-3)
 
 
@@ -154,20 +159,20 @@ def test_merged_parts_equal_the_whole(cuts):
         out, lse = whole(q, k, v, jnp.array([stop - start, 0]))
         outs.append(out)
         lses.append(lse)
-    out, lse = merge_attention(jnp.stack(outs), jnp.stack(lses))
+    out, lse = map(np.asarray, merge(np.stack(outs), np.stack(lses)))
     expected = attend(q[0], *history[:, 0], 11)
     np.testing.assert_allclose(out[0], expected[0], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(lse[0], expected[1], rtol=0, atol=TOLERANCE)
-    assert (np.asarray(out[1]) == 0).all()
-    assert (np.asarray(lse[1]) == -np.inf).all()
+    assert (out[1] == 0).all()
+    assert (lse[1] == -np.inf).all()
 
 
 def test_merging_is_associative():
     rng = np.random.default_rng(3)
     outs, lses = rng.normal(size=(3, 2, SIZE)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32) * 20
-    at_once = merge_attention(outs, lses)
-    pair = merge_attention(outs[:2], lses[:2])
-    by_turns = merge_attention(jnp.stack([pair[0], outs[2]]), jnp.stack([pair[1], lses[2]]))
+    at_once = merge(outs, lses)
+    pair = merge(outs[:2], lses[:2])
+    by_turns = merge(np.stack([pair[0], outs[2]]), np.stack([pair[1], lses[2]]))
     for a, b in zip(at_once, by_turns, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -177,23 +182,22 @@ def test_sinks_join_a_merger_once():
     history, q = random_history(1, 9)[:, 0], random_queries(1)[0]
     shares = [attend(q, *history[:, :, part::2], 8) for part in (0, 1)]
     outs, lses = (np.stack(x).astype(np.float32) for x in zip(*shares, strict=True))
-    merged = merge_attention(outs, lses, sinks=SINKS)
+    merged = merge(outs, lses, sinks=SINKS)
     for a, b in zip(merged, attend(q, *history, 8, sinks=SINKS), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
-    out, _ = merge_attention(outs * 0, np.full_like(lses, -np.inf), sinks=SINKS)
-    assert (out == 0).all()
+    out, _ = merge(outs * 0, np.full_like(lses, -np.inf), sinks=SINKS)
+    assert (np.asarray(out) == 0).all()
 
 
 def test_values_of_another_size():
     """Prefill and decode; the first two of four numbers of a value are the attention of values of two."""
     history, q = random_history(2, 9), random_queries(2)
-    k, v = map(jnp.asarray, history)
-    lengths = jnp.array([9, 4])
+    k, lengths = jnp.asarray(history[0]), jnp.array([9, 4])
     for run in (
         lambda v: decode_attention(q, k, v, lengths, scale=SCALE),
-        lambda v: prefill_attention(q[None], k, v, jnp.array([1]), jnp.array([[3, 4]]), scale=SCALE),
+        lambda v: prefill_attention(q[None], k, v, np.array([1]), np.array([[3, 4]]), scale=SCALE),
     ):
-        whole, part = run(v), run(v[..., :2])
+        whole, part = (jax.tree.map(np.asarray, jax.jit(run)(x)) for x in (history[1], history[1][..., :2]))
         np.testing.assert_allclose(part[0], whole[0][..., :2], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(part[1], whole[1], rtol=0, atol=TOLERANCE)
 
@@ -223,17 +227,18 @@ def test_a_folded_cache_is_written_and_unfolded(layer):
     fold, slots, size, rng = 4, 1024, 3, np.random.default_rng(5)
     dense = rng.normal(size=(2, 3, KV, slots, size)).astype(np.float32)
     pages, at = np.mgrid[:3, :slots].reshape(2, -1)
-    empty = jnp.zeros((3, KV, slots // fold, fold * size))
-    folded = jnp.stack([cache_write(empty, layers[pages, :, at], pages, at) for layers in dense])
-    np.testing.assert_array_equal(unfolded(folded, fold), dense)
+    empty = np.zeros((3, KV, slots // fold, fold * size), np.float32)
+    write, unfold = jax.jit(cache_write), jax.jit(unfolded, static_argnums=1)
+    folded = np.stack([write(empty, layers[pages, :, at], pages, at) for layers in dense])
+    np.testing.assert_array_equal(unfold(folded, fold), dense)
     where = [(0, 0), (0, 1), (0, 128), (0, 256), (2, 1023), (1, 600), (3, 1), (1, 1024), (1, 5000)]
     new = rng.normal(size=(len(where), KV, size)).astype(np.float32)
     folded, dense = (folded[0], dense[0]) if layer is None else (folded, dense)
-    result = cache_write(folded, new, *map(jnp.array, zip(*where, strict=True)), layer=layer)
+    result = write(folded, new, *map(np.array, zip(*where, strict=True)), layer=layer)
     target = dense if layer is None else dense[layer]
     for token, (page, slot) in enumerate(where[:6]):
         target[page, :, slot] = new[token]
-    np.testing.assert_array_equal(unfolded(result, fold), dense)
+    np.testing.assert_array_equal(unfold(result, fold), dense)
 
 
 def test_cache_write_converts_to_the_type_of_the_cache():
@@ -261,6 +266,6 @@ def test_many_pages_are_read_as_if_they_were_one(options):
     q = rng.normal(size=(rows, KV, GROUP, SIZE)).astype(np.float32)
     weighing = AttentionOptions(SCALE, **options)
     caches = KvCache(k, v), KvCache(paged(k), paged(v), pages=jnp.array(table))
-    expected, got = (decode(q, cache, lengths, weighing)[:2] for cache in caches)
+    expected, got = (jax.jit(partial(decode, options=weighing))(q, cache, lengths)[:2] for cache in caches)
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE)

@@ -38,9 +38,11 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
         for position in range(length):
             page, slot = table[row, position // PAGE], position % PAGE
             k[page, :, slot], v[page, :, slot] = rng.normal(size=(2, kv_heads, SIZE))
-    q, *new = (jnp.asarray(rng.normal(size=(ROWS, kv_heads, n, SIZE)), dtype) for n in (group, 1, 1))
+    q, *new = (rng.normal(size=(ROWS, kv_heads, n, SIZE)).astype(dtype) for n in (group, 1, 1))
     cache = KvCache(jnp.asarray(k, dtype), jnp.asarray(v, dtype), pages=jnp.asarray(table), limit=PAGE * COLUMNS)
-    return Inputs(q, cache, jnp.asarray(LENGTHS, jnp.int32), NewCells([x[:, :, 0] for x in new]))
+    return Inputs(
+        jnp.asarray(q), cache, jnp.asarray(LENGTHS, jnp.int32), NewCells([jnp.asarray(x[:, :, 0]) for x in new])
+    )
 
 
 # With 48, tiles are cut to one row each.
@@ -63,7 +65,7 @@ def test_equals_rows_alone(backend, group, monkeypatch):
     )
     sinks = jnp.asarray(np.random.default_rng(0).normal(size=(2, group)), jnp.float32)
     options = AttentionOptions(0.3, softcap=5.0, sinks=sinks)
-    want = decode_attention(it.q, it.cache, it.lengths, options, new=it.new)
+    want = jax.jit(partial(decode_attention, options=options, new=it.new))(it.q, it.cache, it.lengths)
     got = jax.jit(
         lambda q, cache, lengths, prefixes: cascade_attention(
             q, cache, lengths, options, prefixes, new=it.new, backend=backend
