@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
+from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.recurrent import Recurrent
@@ -365,6 +366,7 @@ class EngineConfig:
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     speculation: what drafts tokens that decode steps verify; None: nothing does.
+    adapters: how many adapters may be on the devices; None: programs take none.
     """
 
     max_batch: int
@@ -390,6 +392,7 @@ class EngineConfig:
     snapshots: int | None = None
     itl: float | None = None
     speculation: Speculation | None = None
+    adapters: AdapterSlots | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
@@ -539,7 +542,10 @@ class EngineConfig:
         if self.shards.mesh is not None:
             raise ConfigurationError("LLM makes the mesh: leave shards out of EngineConfig and give parallel='tp=...'")
         names = {field.name for field in fields(EngineOptions)} & {field.name for field in fields(self)}
-        return EngineOptions(**{name: getattr(self, name) for name in names})
+        options = EngineOptions(**{name: getattr(self, name) for name in names})
+        if (slots := self.adapters) is None:
+            return options
+        return replace(options, max_adapters=slots.count, max_adapter_rank=slots.rank)
 
     @staticmethod
     def make(
@@ -585,6 +591,8 @@ class EngineSettings(TypedDict, total=False):
     compile_cache: str | Path | None
     itl: float | None
     speculation: Speculation | str | None
+    max_adapters: int | None
+    max_adapter_rank: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -629,6 +637,9 @@ class EngineOptions:
         by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary;
         or a `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers
         without recurrent states. By default off.
+    max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
+        beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
+        may have; by default the highest of those that `LLM` is given, or 16.
     """
 
     max_batch: int | None = None
@@ -654,10 +665,13 @@ class EngineOptions:
     compile_cache: str | Path | None = None
     itl: float | None = None
     speculation: Speculation | str | None = None
+    max_adapters: int | None = None
+    max_adapter_rank: int | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
         check_snapshots(self.snapshots)
+        self._check_adapters()
         object.__setattr__(self, "speculation", speculation_option(self.speculation))
         if self.page_size is not None:
             check_page_size(self.page_size)
@@ -684,6 +698,21 @@ class EngineOptions:
             checked_path("compile_cache", self.compile_cache)
         if self.platform is not None and not (isinstance(self.platform, str) and self.platform in PLATFORMS):
             raise ConfigurationError(f"platform must be one of {', '.join(PLATFORMS)}, got {brief(self.platform)}")
+
+    def _check_adapters(self) -> None:
+        for name, most in (("max_adapters", MOST_SLOTS), ("max_adapter_rank", MOST_RANK)):
+            if getattr(self, name) is None:
+                continue
+            object.__setattr__(self, name, size := _whole(name, getattr(self, name)))
+            if not 1 <= size <= most:
+                raise ConfigurationError(f"{name} must be 1 to {most}, got {size}")
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Raises ConfigurationError for a rank of no adapters."""
+        if self.max_adapter_rank is not None and self.max_adapters is None:
+            raise ConfigurationError("max_adapter_rank is of adapters: give adapters or max_adapters too")
+        return None if self.max_adapters is None else AdapterSlots(self.max_adapters, self.max_adapter_rank or 16)
 
     def _check_tiers(self) -> None:
         for name in ("host_cache", "disk_cache_size"):
@@ -749,6 +778,7 @@ class EngineOptions:
             snapshots=self.snapshots,
             itl=self.itl,
             speculation=speculation_option(self.speculation),
+            adapters=self.adapters,
         )
 
     @property

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from inferlib import distributed
 from inferlib.aot.artifacts import Artifacts
 from inferlib.chat import ChatTemplate, checked_kwargs
+from inferlib.checkpoint.adapter import Adapter
 from inferlib.config import (
     ConfigurationError,
     EngineConfig,
@@ -30,6 +31,7 @@ from inferlib.config import (
     checked_path,
     is_list,
 )
+from inferlib.engine.adapters import AdapterLibrary, AdapterPool, LoadedAdapter, opened_adapters, with_room
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.grammars import Grammars
@@ -72,6 +74,21 @@ class Settings(EngineSettings, total=False):
 
     revision: str | None
     generation_config: str
+    adapters: Mapping[str, str | Path] | None
+
+
+class ChatForm(TypedDict, total=False):
+    """Arguments of `LLM.chat` that say how a conversation goes on; see `ChatTemplate.render`."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+
+
+class _Scope(NamedTuple):
+    """What the cells of a prompt depend on, or are shared by, beside its tokens."""
+
+    salt: str | None = None
+    adapter: LoadedAdapter | None = None
 
 
 class LLM:
@@ -96,6 +113,8 @@ class LLM:
     revision: branch, tag or commit of a model of the hub; by default its main branch.
     generation_config: "auto", the default, takes the sampling parameters of the model's generation_config.json for
         requests that are given none; "none" takes those of `SamplingParams()`.
+    adapters: LoRA adapters by the names that requests give: directories that PEFT wrote. More can be loaded later, see
+        `load_adapter`, `max_adapters` and `max_adapter_rank`.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 
@@ -118,12 +137,12 @@ class LLM:
     ):
         self.progress = on_terminal() if progress is None else progress
         revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
-        decided = engine_options(config, options)
+        adapters, decided = opened_adapters(options.pop("adapters", None), engine_options(config, options))
         check_seed(seed)
         check_flag("progress", progress, optional=True)
         leave_out_absent_tpu()
         self._channel = distributed.channel()
-        artifacts = _artifacts_path(artifacts, self._channel)
+        artifacts = _artifacts_path(artifacts, self._channel, decided)
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
             if artifacts is not None and decided.speculation is None:
@@ -148,12 +167,14 @@ class LLM:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
+        self._library = AdapterLibrary(files, programs.model, adapters)
         with adopted(self._stored), explained("loading the weights", programs.demand):
             weights = _load_weights(files, programs, choices, self.progress)
         with adopted(self._stored), explained("making room for the cache", programs.demand):
             engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
+        self._library.fill(engine.adapters)
         self._ids, self._runner = itertools.count(), Runner(engine)
         self._grammars = Grammars(self.tokenizer, self._eos_ids(), programs.model.layout.vocab)
         self._time_steps(DEVICE_MODES if programs.strict else ("greedy",))
@@ -185,28 +206,36 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         priority: float | Sequence[float] = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt (text, token ids, or a mapping with either); results have the order of the prompts.
 
         A mapping may have a "cache_salt" too, a text: what is cached of a prompt serves only prompts of the same salt.
-        sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. priority:
-        likewise one or several; those of a lower number come first, and take rows and pages from others if need be.
-        Raises ValueError, naming the prompt, before any work on the devices if one is invalid.
+        sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. adapter:
+        the name of a loaded adapter (see `load_adapter`), or for each prompt one or None. priority: likewise one or
+        several; those of a lower number come first, and take rows and pages from others if need be. Raises ValueError,
+        naming the prompt, before any work on the devices if one is invalid.
         """
         check_flag("progress", progress, optional=True)
-        requests = self._prepare_all(prompts, sampling_params, priority)
+        requests = self._prepare_all(prompts, sampling_params, priority, adapter)
         outputs = {output.request_id: output for output in self.run(requests, progress=progress)}
         return [outputs[request.id] for request in requests]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        adapter: str | None = None,
+        progress: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of every prompt (text, token ids, or a mapping with either), by beam search.
 
         Each step of the search is a request for one token of every beam of all prompts, so prefix caching, which is on
-        by default, saves most of its work. Raises ValueError, naming the prompt, before any work on the devices.
+        by default, saves most of its work. adapter: of all prompts, see `generate`. Raises ValueError, naming the
+        prompt, before any work on the devices.
         """
         check_flag("progress", progress, optional=True)
         if not isinstance(params, BeamSearchParams):
@@ -214,12 +243,12 @@ class LLM:
         eos, searches = self._eos_ids(), []
         for i, prompt in enumerate(_listed(prompts)):
             try:
-                _, tokens, salt = self._read(prompt)
+                _, tokens, scope = self._read(prompt, adapter)
                 if error := sequence_error(tokens, params.max_tokens, self.model_config.vocab, self.config.max_len):
                     raise ValueError(error)
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
-            searches.append((tokens, salt, BeamSearch(params, eos)))
+            searches.append((tokens, scope, BeamSearch(params, eos)))
         show = self.progress if progress is None else progress
         with CountProgress("beam search", params.max_tokens, show=show) as bar:
             while running := [entry for entry in searches if entry[2].running]:
@@ -230,12 +259,12 @@ class LLM:
             for tokens, _, search in searches
         ]
 
-    def _extend_beams(self, searches: Sequence[tuple[list[int], str | None, BeamSearch]]) -> None:
-        """Generate a token of every beam that runs. searches: with the prompts' tokens and salts."""
+    def _extend_beams(self, searches: Sequence[tuple[list[int], _Scope, BeamSearch]]) -> None:
+        """Generate a token of every beam that runs. searches: with the prompts' tokens."""
         requests = []
-        for tokens, salt, search in searches:
+        for tokens, scope, search in searches:
             params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=search.candidates, ignore_eos=True)
-            requests += [self._request(None, [*tokens, *b.tokens], params, salt=salt) for b in search.running]
+            requests += [self._request(None, [*tokens, *b.tokens], params, scope=scope) for b in search.running]
         self._complete(requests)
         following = iter(request.sequences[0].logprobs[0] for request in requests)
         for _, _, search in searches:
@@ -249,28 +278,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
         tools: list[dict] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
+        **form: Unpack[ChatForm],
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"}, formatted by the model's chat template.
 
-        The other arguments are those of `chat_prompt`. Raises ValueError.
+        adapter: see `generate`. The other arguments are those of `chat_prompt`. Raises ValueError.
         """
+        if unknown := form.keys() - ChatForm.__annotations__.keys():
+            raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
         sequence = isinstance(messages, Sequence) and not isinstance(messages, str)
         several = sequence and len(messages) > 0 and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         options: dict[str, Any] = dict(
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
+            chat_template=chat_template, tools=tools, chat_template_kwargs=chat_template_kwargs, **form
         )
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
 
     def chat_prompt(
         self,
@@ -290,10 +317,17 @@ class LLM:
         options |= checked_kwargs(chat_template_kwargs, options)
         return self._tokenizer("chat").encode(template.render(messages, **options), add_special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: float = 0) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        priority: float = 0,
+    ) -> Stream:
         """Generate for one prompt, iterating over text as it appears; see `Stream` and `generate`."""
         self._tokenizer("stream")
-        return Stream(self, self.prepare(prompt, sampling_params, priority=priority))
+        return Stream(self, self.prepare(prompt, sampling_params, adapter=adapter, priority=priority))
 
     def run(
         self,
@@ -346,11 +380,11 @@ class LLM:
 
     # ---- evaluation
 
-    def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def logprobs(self, token_lists: Sequence[Sequence[int]], *, adapter: str | None = None) -> list[np.ndarray]:
         """Natural log-probability of each token given those before it: float32 [T - 1] for each list of T tokens."""
         if not is_list(token_lists):
             raise ValueError(f"logprobs takes lists of token ids, such as [[1, 2, 3]], got {brief(token_lists)}")
-        requests = [self._scoring_request(tokens, "logprobs") for tokens in token_lists]
+        requests = [self._scoring_request(tokens, "logprobs", adapter) for tokens in token_lists]
         self._complete(requests)
         scores = []
         for request in requests:
@@ -360,9 +394,9 @@ class LLM:
 
     score = logprobs  # its name until 0.1; vLLM's score compares texts
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> np.ndarray:
         """Logits at every position, float32 [T, V]."""
-        request = self._scoring_request(token_ids, "logits")
+        request = self._scoring_request(token_ids, "logits", adapter)
         self._complete([request])
         return np.concatenate(request.sequences[0].prompt_details)[:, : self.model_config.vocab]
 
@@ -372,6 +406,7 @@ class LLM:
         pooling: Pooling = "last",
         *,
         normalize: bool = True,
+        adapter: str | None = None,
         progress: bool | None = None,
     ) -> np.ndarray:
         """A vector of each prompt (text, token ids, or a mapping with either): float32 [N, D] for N prompts.
@@ -385,7 +420,7 @@ class LLM:
         check_pooling(pooling)
         check_flag("normalize", normalize)
         check_flag("progress", progress, optional=True)
-        requests = _prepared(_listed(prompts), self._embedding_request)
+        requests = _prepared(_listed(prompts), partial(self._embedding_request, adapter=adapter))
         rows = {request.id: row for row, request in enumerate(requests)}
         vectors = np.zeros((len(requests), self.model_config.dim), np.float32)
         for output in self._run(requests, "embedding", self.progress if progress is None else progress):
@@ -463,21 +498,59 @@ class LLM:
         `SamplingParams()` for the rest. max_tokens is then lowered to the room that a prompt leaves."""
         return self._generation.params
 
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter, a directory that PEFT wrote, into host memory, for requests that give its name.
+
+        The devices have up to `max_adapters`; others replace the least recently used once no request runs with that.
+        Nothing compiles, and requests go on meanwhile. Raises ValueError for a name that is taken, CheckpointError for
+        a directory that is damaged, of another model, of a higher rank than `max_adapter_rank` or of an unsupported
+        kind, and ConfigurationError if the model was built without adapters.
+        """
+        self._pool()
+        loaded = self._library.load(name, Adapter.open(checked_path("directory", directory)))
+        self._runner.call(lambda: self._pool().add(loaded))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that were made with it go on. Raises ValueError for an unknown name."""
+        self._runner.call(lambda: self._pool().remove(name))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are loaded."""
+        return () if self.engine.adapters is None else tuple(self.engine.adapters.named)
+
+    def _pool(self) -> AdapterPool:
+        return with_room(self.engine.adapters)
+
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, fit: bool = False, priority: float = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        fit: bool = False,
+        adapter: str | None = None,
+        priority: float = 0,
     ) -> Request:
         """Tokenize and validate a prompt, and compile its grammar. Raises ValueError naming what is wrong.
 
         params: None: `get_default_sampling_params()`. fit: lower max_tokens to the room that the prompt leaves, as is
-        done for params None; otherwise too many are an error. priority: see `generate`.
+        done for params None; otherwise too many are an error. adapter, priority: see `generate`.
         """
-        request = self._prepare(prompt, params, fit=fit, priority=priority)
+        request = self._prepare(prompt, params, fit=fit, adapter=adapter, priority=priority)
         self._constrain(request)
         return request
 
     # ---- inside
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, *, fit: bool = False, priority: float) -> Request:
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        fit: bool = False,
+        adapter: str | None = None,
+        priority: float,
+    ) -> Request:
         """A request whose grammar is not compiled, if it has one."""
         check_priority(priority)
         check_flag("fit", fit)
@@ -487,12 +560,12 @@ class LLM:
             raise ValueError(
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
-        text, tokens, salt = self._read(prompt)
+        text, tokens, scope = self._read(prompt, adapter)
         tokens = self._truncated(tokens, params)
         if fit and params.max_tokens is not None:
             room = max(1, params.min_tokens, self.config.max_len - len(tokens))
             params = replace(params, max_tokens=min(params.max_tokens, room))
-        return self._request(text, tokens, params, priority=priority, salt=salt)
+        return self._request(text, tokens, params, priority=priority, scope=scope)
 
     def _constrain(self, request: Request) -> None:
         """Give each sequence of a request its place in the grammar, which may have to be compiled first. Raises
@@ -501,14 +574,18 @@ class LLM:
             for s in request.sequences:
                 s.constraint = self._grammars.constraint(wanted)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """A prompt's text, if it is one, its tokens, and its salt."""
+    def _read(self, prompt: Prompt, adapter: str | None) -> tuple[str | None, list[int], _Scope]:
+        """A prompt's text, if it is one, its tokens, and its scope with the adapter of a name."""
         salt = None
         if isinstance(prompt, Mapping):
             prompt, salt = _unwrapped(prompt)
+        scope = _Scope(salt, self._adapter(adapter))
         if isinstance(prompt, str):
-            return prompt, self._tokenizer("text prompts").encode(prompt), salt
-        return None, _token_ids(prompt), salt
+            return prompt, self._tokenizer("text prompts").encode(prompt), scope
+        return None, _token_ids(prompt), scope
+
+    def _adapter(self, name: str | None) -> LoadedAdapter | None:
+        return None if name is None else self._pool().find(name)
 
     def _chat_template(self, source: str | None) -> ChatTemplate:
         """The model's chat template, or another for the same model."""
@@ -538,7 +615,7 @@ class LLM:
             raise ValueError(f"{use} needs a tokenizer, and the model directory has no tokenizer.json; use token ids")
         return self.tokenizer
 
-    def _prepare_all(self, prompts: Any, sampling_params: Any, priority: Any = 0) -> list[Request]:
+    def _prepare_all(self, prompts: Any, sampling_params: Any, priority: Any, adapter: Any) -> list[Request]:
         prompts = _listed(prompts)
         params_list: Any = sampling_params
         if not isinstance(sampling_params, Sequence):
@@ -548,20 +625,26 @@ class LLM:
         priorities = list(priority) if is_list(priority) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priorities)} priorities")
-        options = zip(params_list, priorities, strict=True)
+        adapters = list(adapter) if is_list(adapter) else [adapter] * len(prompts)
+        if len(adapters) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(adapters)} adapters")
+        options = zip(params_list, priorities, adapters, strict=True)
 
         def prepare(prompt: Prompt) -> Request:
-            params, number = next(options)
-            return self.prepare(prompt, params, priority=number)
+            params, number, name = next(options)
+            return self.prepare(prompt, params, adapter=name, priority=number)
 
         return _prepared(prompts, prepare)
 
-    def _embedding_request(self, prompt: Prompt) -> Request:
-        text, tokens, salt = self._read(prompt)
-        return self._request(text, tokens, SamplingParams(temperature=0.0), "embed", salt=salt)
+    def _embedding_request(self, prompt: Prompt, adapter: str | None = None) -> Request:
+        text, tokens, scope = self._read(prompt, adapter)
+        return self._request(text, tokens, SamplingParams(temperature=0.0), "embed", scope=scope)
 
-    def _scoring_request(self, token_ids: Sequence[int], detail: Literal["logprobs", "logits"]) -> Request:
-        return self._request(None, _token_ids(token_ids), SamplingParams(temperature=0.0), detail)
+    def _scoring_request(
+        self, token_ids: Sequence[int], detail: Literal["logprobs", "logits"], adapter: str | None
+    ) -> Request:
+        scope = _Scope(adapter=self._adapter(adapter))
+        return self._request(None, _token_ids(token_ids), SamplingParams(temperature=0.0), detail, scope=scope)
 
     def _request(
         self,
@@ -570,7 +653,7 @@ class LLM:
         params: SamplingParams,
         scored: Literal["", "logprobs", "logits", "embed"] = "",
         priority: float = 0,
-        salt: str | None = None,
+        scope: _Scope = _Scope(),  # noqa: B008
     ) -> Request:
         """scored: what to return of the prompt in place of generating."""
         vocab, max_len = self.model_config.vocab, self.config.max_len
@@ -599,7 +682,7 @@ class LLM:
                 detail=detail if i == 0 else "",
                 clock=self.engine.clock,
                 priority=float(priority),
-                salt=salt,
+                **scope._asdict(),
             )
             for i in range(params.n)
         ]
@@ -654,7 +737,12 @@ class Stream:
             self._llm._runner.abandon([request])
 
 
-def _artifacts_path(artifacts: Any, channel: distributed.Channel | None) -> Path | None:
+def _artifacts_path(artifacts: Any, channel: distributed.Channel | None, options: EngineOptions) -> Path | None:
+    if options.max_adapters is not None and (artifacts is not None or channel):
+        what = "programs of artifacts" if artifacts is not None else "several processes that share a model"
+        raise ConfigurationError(
+            f"{what} take no adapters: leave them out, or merge one with inferlib convert --merge-adapter"
+        )
     if artifacts is not None and channel:
         raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
     return None if artifacts is None else checked_path("artifacts", artifacts)

@@ -29,6 +29,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
+from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
 
@@ -165,8 +166,9 @@ class ModelFiles:
         formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
-        """The weights in the order of `model.specs`, on their devices; see `load_weights`. Raises ConfigurationError
-        if the model has slots for experts and there is no placement, or the other way round."""
+        """The weights in the order of `model.specs`, on their devices; see `load_weights`. Slots of adapters are empty.
+        Raises ConfigurationError if the model has slots for experts and there is no placement, or the other way round.
+        """
         if (placement and placement.slots) != model.layout.slots:
             raise ConfigurationError(
                 f"the programs are for {model.layout.slots or 'no'} expert slots, and the placement has "
@@ -174,8 +176,13 @@ class ModelFiles:
             )
         options: dict[str, Any] = dict(placement=placement, shards=shards, formats=formats, progress=progress)
         if isinstance(self.source, LaidOutWeights):
-            return self.source.load(model, **options)
-        return load_weights(self.source, family_of(self.hf), model, **options)
+            weights = self.source.load(model, **options)
+        else:
+            weights = load_weights(self.source, family_of(self.hf), model, **options)
+        if not model.factors:
+            return weights
+        places = tuple(formats or (shards.sharding(spec.axes) for spec in model.specs))
+        return weights + AdapterFactors(model, shards, places).empty()
 
     def save_description(self, directory: Path) -> None:
         """Write all but the tensors, as a Hugging Face directory has it."""

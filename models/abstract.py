@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -17,12 +17,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.models.adapters import Adaptable, AdapterSlots
+from inferlib.models.config import Mixer, ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
+from inferlib.ops.adapted_matmul import AdaptedWeight
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.packed import PackedTensor, Packing, choose, choose_packings
@@ -134,13 +136,16 @@ class ArraySpec:
 class AbstractModel:
     """A model's structure. Programs take the arrays of its weights as a flat tuple in the order of `specs`.
 
-    dtype: the type of activations, and of weights that are not quantised.
+    dtype: the type of activations, and of weights that are not quantised. adapters: how many adapters may change the
+    weights; None: none. factors: arrays of theirs, the A and the B of each weight of `adapted`.
     """
 
     layout: Layout
     dtype: np.dtype
     segments: tuple[Segment, ...]
     weights: tuple[WeightSpec, ...]
+    adapters: AdapterSlots | None
+    factors: tuple[WeightSpec, ...]
     _graph: nnx.GraphDef
     _tree: Any
 
@@ -150,7 +155,25 @@ class AbstractModel:
 
     @cached_property
     def specs(self) -> tuple[ArraySpec, ...]:
+        """Of all arrays that programs take: those of the weights, then the factors of adapters."""
+        return self.base_specs + tuple(array for factor in self.factors for array in factor.arrays)
+
+    @cached_property
+    def base_specs(self) -> tuple[ArraySpec, ...]:
+        """Of the arrays of the weights."""
         return tuple(array for weight in self.weights for array in weight.arrays)
+
+    @cached_property
+    def adapted(self) -> tuple[tuple[WeightSpec, Adaptable], ...]:
+        """The weights that adapters may change, and how."""
+        if self.adapters is None:
+            return ()
+        pairs = ((weight, _adaptable(weight, self.mixer_of(weight))) for weight in self.weights)
+        return tuple((weight, how) for weight, how in pairs if how is not None)
+
+    def mixer_of(self, weight: WeightSpec) -> Mixer | None:
+        """The mixer of a weight's layer; None outside the layers."""
+        return None if weight.block is None else self.config.layers[self.layers_of(weight.block)[0]].attention
 
     def merge(self, weights: Sequence[jax.Array]) -> Decoder:
         """The decoder over these weights; call it inside a traced function."""
@@ -158,7 +181,16 @@ class AbstractModel:
 
     def module(self, weights: Sequence[jax.Array]) -> Any:
         """The module over these weights, of the class that the structure was made of."""
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights))
+        arrays = weights
+        if self.factors:
+            factors, arrays, at = iter(weights[len(self.base_specs) :]), [], 0
+            adapted = {weight.name for weight, _ in self.adapted}
+            for weight in self.weights:
+                end = at + len(weight.arrays)
+                arrays += weights[at:end]
+                arrays += [next(factors), next(factors)] if weight.name in adapted else []
+                at = end
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, arrays))
 
     def blocks(self) -> tuple[range, ...]:
         """The indices of the layers whose weights are in each of `Decoder.blocks`."""
@@ -203,6 +235,9 @@ class AbstractModel:
             places = tuple(shards.sharding(array.axes) for array in weight.arrays)
             # Names are left out: with them, equal compilations would differ.
             weights += _jit_random(places)(key, replace(weight, name="", part="", block=None))
+        for factor in self.factors:
+            place = shards.sharding(factor.axes)
+            weights.append(jax.jit(partial(jnp.zeros, factor.shape, factor.dtype), out_shardings=place)())
         return tuple(weights)
 
 
@@ -223,16 +258,19 @@ def abstract_model(
     scan: bool = False,
     shards: Shards = Shards(),  # noqa: B008
     expert_slots: int | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
     backend: weights are packed for its kernels where `packed.choose` says so. scan: stack repeating layers (see
     `segments_of`). shards: the mesh; heads, feed-forward and vocabulary are padded or copied to divide over it.
-    expert_slots: see `Layout`. Raises ShardingError if the mesh would cut a group of elements that share a scale.
+    expert_slots: see `Layout`. adapters: how many may change the weights. Raises ShardingError if the mesh would cut a
+    group of elements that share a scale.
     """
     segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards, expert_slots)
     build = lambda: Decoder(layout, segments, jnp.dtype(dtype))  # noqa: E731
-    return abstract_module(build, layout, segments, dtype, quantization=quantization, backend=backend)
+    options: dict[str, Any] = dict(quantization=quantization, backend=backend, adapters=adapters)
+    return abstract_module(build, layout, segments, dtype, **options)
 
 
 def abstract_module(
@@ -243,6 +281,7 @@ def abstract_module(
     *,
     quantization: Quantization | None = None,
     backend: Backend = Backend(),  # noqa: B008
+    adapters: AdapterSlots | None = None,
 ) -> AbstractModel:
     """The structure of the module that `build` makes, whose layers are in a list `blocks` as the segments say; see
     `abstract_model`."""
@@ -257,7 +296,44 @@ def abstract_module(
         _must_keep_groups(weight, quantization, shards)
     weights = _packed(weights, dtype, backend, shards)
     stored = jax.tree.unflatten(tree, [_stored(p, w) for p, w in zip(params, weights, strict=True)])
-    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(stored))
+    model = AbstractModel(layout, np.dtype(dtype), segments, weights, adapters, (), graph, jax.tree.structure(stored))
+    return model if adapters is None else _with_adapters(model, adapters, params, tree)
+
+
+def _with_adapters(model: AbstractModel, adapters: AdapterSlots, params: list, tree: Any) -> AbstractModel:
+    """The model whose products take the factors of adapters. params: of its weights; tree: what they are leaves of."""
+    factors = {weight.name: _factor_specs(weight, how, adapters) for weight, how in model.adapted}
+
+    def stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:
+        if (pair := factors.get(weight.name)) is None:
+            return _stored(p, weight)
+        factor_a, factor_b = pair
+        a: Any = factor_a.value
+        b: Any = factor_b.value
+        return p.replace(AdaptedWeight(weight.value, a, b, axes.GATE_UP in weight.axes))
+
+    values = jax.tree.unflatten(tree, [stored(p, w) for p, w in zip(params, model.weights, strict=True)])
+    pairs = tuple(factor for pair in factors.values() for factor in pair)
+    return replace(model, factors=pairs, _tree=jax.tree.structure(values))
+
+
+def _adaptable(weight: WeightSpec, mixer: Mixer | None) -> Adaptable | None:
+    one = weight.of_layer
+    return None if mixer is None else Adaptable.of(one.part, one.axes, one.contracting, mixer)
+
+
+def _factor_specs(weight: WeightSpec, how: Adaptable, adapters: AdapterSlots) -> tuple[WeightSpec, WeightSpec]:
+    """The factors A and B of a weight, stacked as it is."""
+    one = weight.of_layer
+    lead = len(weight.shape) - len(one.shape)
+
+    def spec(name: str, shape: tuple[int, ...], names: tuple) -> WeightSpec:
+        shape, names = (*weight.shape[:lead], *shape), (*weight.axes[:lead], *names)
+        full, part = f"{weight.name}.{name}", f"{weight.part}.{name}"
+        return WeightSpec(full, shape, weight.dtype, names, "zeros", weight.block, part)
+
+    a, b = how.factors(adapters, one.shape, one.axes)
+    return spec("adapter_a", *a), spec("adapter_b", *b)
 
 
 def _packed(weights: tuple[WeightSpec, ...], dtype, backend: Backend, shards: Shards) -> tuple[WeightSpec, ...]:

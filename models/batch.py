@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from inferlib.attention_values import SharedPrefixes
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
+from inferlib.ops.adapted_matmul import AdaptedWeight, adapted_matmul
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import Activations, Weight, matmul
 from inferlib.sharding import axes
@@ -74,7 +75,8 @@ class StepContext:
     does. limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
     are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): the hidden states after
-    so many layers each are returned too, see `Decoder`.
+    so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
+    weights have no adapters.
     """
 
     batch: StepBatch
@@ -88,15 +90,30 @@ class StepContext:
     run: int | None = None
     prefixes: SharedPrefixes | None = None
     feature_layers: tuple[int, ...] = ()
+    adapters: jax.Array | None = None
 
     @property
     def tokens(self) -> int:
         """T."""
         return self.batch.chunk_tokens.size + self.batch.decode_tokens.size
 
-    def matmul(self, x: Activations, w: Weight, **options) -> jax.Array:
-        """`ops.matmul.matmul` by this step's backend."""
-        return matmul(x, w, backend=self.backend.matmul, **options)
+    def matmul(self, x: Activations, w: Weight | AdaptedWeight, **options) -> jax.Array:
+        """`ops.matmul.matmul` by this step's backend; where adapters change the weight, with each token's own."""
+        options["backend"] = self.backend.matmul
+        if not isinstance(w, AdaptedWeight):
+            return matmul(x, w, **options)
+        return adapted_matmul(x, w, self.slots if x.shape[0] == self.tokens else self.mlp_slots, **options)
+
+    @cached_property
+    def slots(self) -> jax.Array:
+        """[T] the slot of each token's adapter. Absent chunks have any."""
+        assert self.adapters is not None
+        return jnp.take(self.adapters, self.rows, mode="clip")
+
+    @cached_property
+    def mlp_slots(self) -> jax.Array:
+        """The same of the tokens that the feed-forward takes."""
+        return self.shards.gather_for_mlp(self.slots)
 
     @cached_property
     def chunk_positions(self) -> jax.Array:

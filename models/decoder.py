@@ -82,6 +82,7 @@ class Decoder(nnx.Module):
         self.must_have(ctx.feature_layers, mailboxes)
         # Computed now: values that are cached inside a scan's body do not outlive it.
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
+        _ = ctx.adapters is not None and ctx.mlp_slots
         x, inputs = self.embedding(ctx), None
         if self.config.per_layer is not None:
             inputs = self.per_layer(x, ctx)

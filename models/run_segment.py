@@ -18,6 +18,7 @@ from inferlib.models.layers.param import OfStack
 from inferlib.models.layers.ring import ring_axis, ring_choices, ring_fused, ring_weights
 from inferlib.models.segments import Segment
 from inferlib.models.stream import Residual
+from inferlib.ops.adapted_matmul import AdaptedWeight
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
@@ -139,7 +140,9 @@ def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
     ringed, shards, axis = _ringed(block, ctx, is_stacked), ctx.shards, ring_axis(ctx.shards)
 
     def is_whole(path, p) -> bool:
-        indexed = axes.EXPERTS in p.axes or p.axes in _WHOLE or isinstance(p.get_value(), PackedTensor)
+        w = p.get_value()
+        packed = isinstance(w.base if isinstance(w, AdaptedWeight) else w, PackedTensor)
+        indexed = axes.EXPERTS in p.axes or p.axes in _WHOLE or packed
         return (is_stacked and indexed) or ".".join(path) in ringed
 
     def with_collective(path, p):
@@ -176,6 +179,8 @@ _WHOLE = (
 
 def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Variable:
     w = p.get_value()
+    if isinstance(w, AdaptedWeight):
+        return p.replace(w.of_layer(layer, w.base.of_layer(layer)))
     if isinstance(w, (PackedTensor, RingWeight)):
         return p.replace(w.of_layer(layer))
     return p.replace(OfStack(w, layer)) if p.axes in _WHOLE else p

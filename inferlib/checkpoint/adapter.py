@@ -72,6 +72,21 @@ class Adapter:
             raise CheckpointError(f"{directory} changes nothing: it has no tensors of LoRA")
         return Adapter(directory, tensors, modules, bool(config.get("fan_in_fan_out")))
 
+    def factors(self, factors: Factors) -> tuple[np.ndarray, np.ndarray]:
+        """a [r, in], and b [out, r] times the scale: float32."""
+        a, b = (self.tensors.read(name).astype(np.float32) for name in (factors.a, factors.b))
+        return a, np.float32(factors.scale) * b
+
+    def sizes(self, factors: Factors) -> tuple[int, int, int]:
+        """The rank, in and out."""
+        rank, inputs = self.tensors.shape(factors.a)
+        return rank, inputs, self.tensors.shape(factors.b)[0]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank."""
+        return max(self.sizes(factors)[0] for factors in self.modules.values())
+
     def change(self, factors: Factors, rows: slice | None) -> np.ndarray:
         """What is added to a weight, or to rows of it: float32, as the checkpoint has it."""
         a, b = (self.tensors.read(name).astype(np.float32) for name in (factors.a, factors.b))
@@ -82,6 +97,11 @@ class Adapter:
         """Of the weight."""
         rows, columns = self.tensors.shape(factors.b)[0], self.tensors.shape(factors.a)[1]
         return (columns, rows) if factors.embedding or self.transposed else (rows, columns)
+
+
+def names_of(module: str) -> tuple[str, ...]:
+    """The names that a module's weight may have in a checkpoint: of a model with or without its head."""
+    return tuple(f"{m}.weight" for m in (module, module.removeprefix("model."), f"model.{module}"))
 
 
 def _check(file: Path, config: Mapping[str, Any]) -> None:
@@ -144,8 +164,7 @@ class MergedSource:
         self._changed: dict[str, Factors] = {}
         names, whole = set(source.names()), set(whole)
         for module, factors in adapter.modules.items():
-            forms = (f"{m}.weight" for m in (module, module.removeprefix("model."), f"model.{module}"))
-            if (name := next((form for form in forms if form in names), None)) is None:
+            if (name := next((form for form in names_of(module) if form in names), None)) is None:
                 raise CheckpointError(
                     f"{adapter.path} changes {module}, and the model has no such weight: take an adapter of this model"
                 )

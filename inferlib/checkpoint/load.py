@@ -63,10 +63,15 @@ def _match(family: Family, model: AbstractModel, present: set[str]) -> tuple[Loa
     layers = family.prefix.split("{i}")[0]
     if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
         family = replace(family, layer={**family.layer, **family.fused})
-    items = tuple(item_of(family, model, weight) for weight in model.weights if weight.part not in TABLES)
+    items = load_items(family, model)
     if family.base and not any(name.startswith(family.base) for name in present):
         return tuple(_without(family.base, item) for item in items)
     return items
+
+
+def load_items(family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
+    """Every weight, except tables, with the tensors that it is made of, by the family's names."""
+    return tuple(item_of(family, model, weight) for weight in model.weights if weight.part not in TABLES)
 
 
 def _check_types(source: TensorSource, names: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Res
 
 CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages
 _CHANGES = {"moves": Move, "grants": Grant, "counts": Count, "past": Past}
+_PAIRS = ("copies", "adapters")
 _SNAPSHOTS = (Save, Restore)
 _NONE = Changes()
 
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     def to_message(self) -> Message:
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
         head |= {name: [list(change) for change in getattr(self.changes, name)] for name in _CHANGES}
-        head["copies"] = [list(pair) for pair in self.changes.copies.items()]
+        head |= {name: [list(pair) for pair in getattr(self.changes, name).items()] for name in _PAIRS}
         head["snapshots"] = [[_SNAPSHOTS.index(type(x)), *x] for x in self.changes.snapshots]
         arrays: Any = self.chunk or (() if self.prefixes is None else (self.prefixes,))
         return Message(CALL, head, tuple(map(np.asarray, arrays)))
@@ -46,16 +47,17 @@ class Call(NamedTuple):
             arrays: Any = message.arrays
             chunk = ChunkInput(*arrays) if arrays and not key.cascade else None
             prefixes = arrays[0] if key.cascade else None
-            changes = {name: [kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items()}
-            copies = dict(message.fields["copies"])
-            changes["snapshots"] = [_SNAPSHOTS[kind](*x) for kind, *x in message.fields["snapshots"]]
+            lists: Any = {name: [kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items()}
+            pairs: Any = {name: dict(message.fields[name]) for name in _PAIRS}
+            lists["snapshots"] = [_SNAPSHOTS[kind](*x) for kind, *x in message.fields["snapshots"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
         numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail", "part")]
-        numbers += [*cancel, *itertools.chain(*itertools.chain(*changes.values(), copies.items()))]
+        entries = itertools.chain(*lists.values(), *(x.items() for x in pairs.values()))
+        numbers += [*cancel, *itertools.chain(*entries)]
         if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in numbers):
             raise MessageError(f"a call of another version of inferlib: {message.fields}")
-        return Call(key, tuple(cancel), yield_early, chunk, Changes(copies=copies, **changes), prefixes)
+        return Call(key, tuple(cancel), yield_early, chunk, Changes(**pairs, **lists), prefixes)
 
 
 def modes_message(kind: str, modes: tuple[Mode, ...]) -> Message:

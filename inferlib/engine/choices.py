@@ -23,6 +23,7 @@ from inferlib.sharding.shards import make_shards
 
 # Keyword arguments of `LLM` beside the engine's options.
 _OF_LLM = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", "generation_config")
+_OF_LLM += ("adapters",)
 # What vLLM's arguments are called here.
 _OF_VLLM = {
     "tensor_parallel_size": "parallel='tp=N'",
@@ -39,6 +40,9 @@ _OF_VLLM = {
     "hf_token": "HF_TOKEN, or `hf auth login`",
     "tokenizer": "nothing: the tokenizer is the model's",
     "trust_remote_code": "nothing: no code of a model is run",
+    "enable_lora": "adapters or max_adapters",
+    "max_loras": "max_adapters",
+    "max_lora_rank": "max_adapter_rank",
 }
 
 
@@ -124,7 +128,8 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)
     describe = partial(abstract_model, dtype=dtype, backend=config.backend, scan=config.scan, shards=shards)
-    abstract = describe(model, quantization=choices.quantization, expert_slots=choices.expert_slots)
+    slots: dict[str, Any] = dict(expert_slots=choices.expert_slots, adapters=config.adapters)
+    abstract = describe(model, quantization=choices.quantization, **slots)
     drafting = None if draft is None else describe(draft.config, quantization=draft.quantization)
     config = with_memory(choices.engine, resolve, abstract, this_memory, drafting)
     programs = ProgramSet.make(abstract, config, drafting=drafting)

@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout
 
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
+from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.calls import CALL, SLEEP, TIMES, WAKE, WARMUP, Call, modes_message
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
@@ -59,6 +60,7 @@ class EngineStats:
     saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
     drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: those that stood
         themselves, each of which saved a step of its row.
+    adapter_loads: adapters that were written to the devices. adapter_evictions: that left them for others.
     """
 
     dispatches: int = 0
@@ -85,6 +87,8 @@ class EngineStats:
     evicted_snapshots: int = 0
     drafts: int = 0
     accepted_drafts: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -121,7 +125,8 @@ class Engine:
         self.tiers = Tiers(self.programs.models, weights, self.plan, config) if config.has_tiers else None
         self.stats, self.clock = EngineStats(), Clock()
         cascade = Cascade.of(config, self.plan, len(model.config.layers))
-        self.scheduler = Scheduler(config, self.plan, cascade, self.tiers)
+        self.adapters = None if config.adapters is None else AdapterPool(self.programs.factors)
+        self.scheduler = Scheduler(config, self.plan, cascade, self.tiers, self.adapters)
         self._deadlines = Deadlines()
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache, self.snapshots = self._empty_cache()
@@ -252,6 +257,8 @@ class Engine:
         self._in_flight.clear()
         self._ended.clear()
         if self.channel is None:  # else the processes are out of step, and none continues
+            if self.adapters is not None:
+                self.weights = self.adapters.renewed(self.weights)
             self.cache = self.snapshots = self.state = ()  # type: ignore[assignment]
             (self.cache, self.snapshots), self.state = self._empty_cache(), self.programs.allocate_state()
 
@@ -392,6 +399,9 @@ class Engine:
         start = time.perf_counter()
         if self.tiers is not None:
             self.tiers.save(self.cache)
+        if self.adapters is not None and self.adapters.waits:
+            self.weights = self.adapters.write(self.weights)
+            self.stats.adapter_loads, self.stats.adapter_evictions = self.adapters.loads, self.adapters.evictions
         if call.changes:
             state: Any = self.state
             self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)

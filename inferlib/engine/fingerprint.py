@@ -27,18 +27,22 @@ def fingerprint(
     models: Sequence[AbstractModel], weights: Sequence[jax.Array], plan: CachePlan, transfer: PageTransfer
 ) -> bytes:
     """Equal for engines whose pages are the same numbers in the same order. models: whose cells pages have. weights:
-    theirs, one after the other; all of them are read, on their devices."""
-    specs = [spec for model in models for spec in model.specs]
+    theirs, one after the other; all of them are read, on their devices, but for the factors of adapters, which pages
+    have in their keys."""
+    pairs, at = [], 0
+    for model in models:
+        pairs += zip(model.base_specs, weights[at:], strict=False)
+        at += len(model.specs)
     shards = transfer.shards
     arrays = [[x.axes, x.dtype.name, x.fold, x.shape[x.axes.index(axes.PAGES) + 1 :]] for x in plan.arrays]
     parts: dict[str, Any] = {
         "models": [asdict(model.config) for model in models],
-        "weights": [[spec.name, spec.shape, spec.dtype.name] for spec in specs],
+        "weights": [[spec.name, spec.shape, spec.dtype.name] for spec, _ in pairs],
         "page": [plan.page, [group._asdict() for group in transfer.groups], arrays],
         "mesh": [shards.preset, dict(shards.mesh.shape) if shards.mesh is not None else {}],
     }
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=MODEL_BYTES)
-    for spec, x in zip(specs, weights, strict=True):
+    for spec, x in pairs:
         digest.update(np.asarray(run(checksum, (shards, spec.axes), x)).tobytes())
     return digest.digest()
 

@@ -54,7 +54,7 @@ class ReplicaPages:
         s.encoded = s.encoded or encoded(s.prompt + s.tokens)
         if not s.takes_cached:
             return Match()
-        match = self.tree.match(s.salt, s.encoded, s.length - 1)
+        match = self.tree.match(s.cache_key, s.encoded, s.length - 1)
         return match if self.snapshots is None else self._resumed(match, self.snapshots)
 
     def need(self, s: Sequence, match: Match) -> int:
@@ -175,9 +175,9 @@ class ReplicaPages:
             return
         end = (s.length - 1) // tree.unit * tree.unit
         if end > s.hit:
-            s.snapshots = [self.snapshots.expect(end, s.serves, tree.match(s.salt, s.encoded, end))]
+            s.snapshots = [self.snapshots.expect(end, s.serves, tree.match(s.cache_key, s.encoded, end))]
         if 0 < parts < end and parts < s.snapshots[0].first:
-            s.snapshots.insert(0, self.snapshots.expect_at(parts, tree.match(s.salt, s.encoded, parts)))
+            s.snapshots.insert(0, self.snapshots.expect_at(parts, tree.match(s.cache_key, s.encoded, parts)))
 
     def _forget_expected(self, s: Sequence) -> None:
         for snapshot in s.snapshots:
@@ -189,7 +189,7 @@ class ReplicaPages:
         """What is to be saved for a snapshot of a sequence's row, of which `end` tokens are known to be written."""
         if self.snapshots is None or self.tree is None:
             return []
-        match = self.tree.match(s.salt, tokens, end)
+        match = self.tree.match(s.cache_key, tokens, end)
         number = self.snapshots.save(snapshot, (s.serves, end, s.most_written), match)
         return [] if number is None else [Save(s.row, number)]
 
@@ -216,7 +216,7 @@ class ReplicaPages:
         """
         tree, path = self.tree, s.nodes
         assert tree is not None
-        parent = path[-1] if path else tree.root(s.salt)
+        parent = path[-1] if path else tree.root(s.cache_key)
         while not path or parent.count == self.page:
             part = tree.part(tokens, len(path))
             if not part:

@@ -17,6 +17,7 @@ from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match
 from inferlib.cache.snapshots import Snapshots
 from inferlib.config import EngineConfig, pick
+from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.profit import Profit, tokens_of_weights
@@ -101,9 +102,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None, tiers: Tiers | None = None
+        self,
+        config: EngineConfig,
+        plan: CachePlan,
+        cascade: Cascade | None = None,
+        tiers: Tiers | None = None,
+        adapters: AdapterPool | None = None,
     ):
-        self.config, self.page, self.cascade, self.tiers = config, plan.page, cascade, tiers
+        self.config, self.page, self.cascade, self.tiers, self.adapters = config, plan.page, cascade, tiers, adapters
         self.profit = None if config.speculation is None else Profit(config.speculation, config.platform)
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
@@ -143,6 +149,8 @@ class Scheduler:
                 self.waiting.remove(sequence)
             return
         del self.running[sequence.row]
+        if self.adapters is not None:
+            self.adapters.give_back(sequence.adapter)
         replica, row = divmod(sequence.row, self.config.rows)
         heapq.heappush(self._free[replica], row)
         self._follow_last()
@@ -274,7 +282,10 @@ class Scheduler:
 
     def _place_for(self, sequence: Sequence) -> tuple[int, Match] | None:
         """A replica with a free row, of those that have pages for a sequence and one for each that grows, and what of
-        the sequence is cached there: the one with the lowest row, or if any has a part of it, the least load."""
+        the sequence is cached there: the one with the lowest row, or if any has a part of it, the least load. None
+        also where rows have all slots of adapters, and it needs another one."""
+        if self.adapters is not None and not self.adapters.has_room(sequence.adapter):
+            return None
         grow = self._growing() if self.running and any(self._free) else Counter()
         able = []
         for replica, (free, pages) in enumerate(zip(self._free, self.pages, strict=True)):
@@ -298,6 +309,8 @@ class Scheduler:
         s.begin(match.tokens)
         self.running[s.row] = s
         pages, changes = self.pages[replica], self.changes
+        if self.adapters is not None:
+            changes.adapters[s.row] = self.adapters.take(s.adapter)
         first = replica * pages.pool.count
         changes.snapshots += pages.restores(s, match)  # before pages are evicted, and the snapshot with them
         if copy := pages.start(s, match):

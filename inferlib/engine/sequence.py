@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 
 from inferlib.cache.prefix_tree import Node
 from inferlib.cache.snapshots import Snapshot
+from inferlib.engine.adapters import LoadedAdapter
 from inferlib.engine.clock import Clock
 from inferlib.engine.constraint import Constraint
 from inferlib.engine.fetch import Fetch
@@ -44,7 +46,8 @@ class Sequence:
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
-    salt: it takes cached pages of sequences with the same salt alone.
+    adapter: what changes the weights for it. salt: it takes cached pages of sequences with the same salt and adapter
+    alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
     page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
@@ -77,6 +80,7 @@ class Sequence:
     priority: float = 0
     order: float = 0
     salt: str | None = None
+    adapter: LoadedAdapter | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -120,6 +124,11 @@ class Sequence:
         self.mode = "embed" if self.detail == "embed" else self.choice
         if self.params.chosen_with_host:
             self.mode = "processed"
+
+    @property
+    def cache_key(self) -> Hashable:
+        """Sequences of another one have other cells for the same tokens, or must not share."""
+        return self.salt if self.adapter is None else (self.adapter.values.key, self.salt)
 
     @property
     def may_be_active(self) -> bool:

@@ -231,7 +231,7 @@ class Tiers:
         if whole <= fetch.first:
             return fetch
         page = len(encoded([0])) * self.page
-        for key in islice(page_keys(s.salt, s.encoded[: whole * page], page), fetch.first, None):
+        for key in islice(page_keys(s.cache_key, s.encoded[: whole * page], page), fetch.first, None):
             if (tier := self._tier_of(key)) is None or not wanted[tier]:
                 break
             fetch.keys.append(key)

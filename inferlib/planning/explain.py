@@ -78,7 +78,7 @@ def explain(
     place = partial(_place, config.shards)
     history = 0 if config.speculation is None else plan.max_len
     state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns, history))
-    fields = zip(RowState._fields, state_axes(history=bool(history)), state, strict=True)
+    fields = zip(RowState._fields, state_axes(history=bool(history), adapters=False), state, strict=True)
     return Explanation(
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),

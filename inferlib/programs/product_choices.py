@@ -60,7 +60,9 @@ def ring_products(
 ) -> tuple[RingProduct, ...]:
     """The products of one layer of a block that a kernel can fuse, in a step of `tokens` tokens."""
     names = ring_weights(model.config, model.config.layers[model.layers_of(block)[0]])
+    adapted = {weight.name for weight, _ in model.adapted}
     weights = [w for w in model.weights if w.block == block and w.part in names and w.scheme is None]
+    weights = [w for w in weights if w.name not in adapted]
     shapes = {w.part: shards.local_shape(w.of_layer.axes, w.of_layer.shape) for w in weights}
     choices = ring_choices(names, shapes, model.dtype, tokens, shards, backend)
     return tuple(RingProduct(w.name, w.part, shapes[w.part], choices[w.part]) for w in weights)

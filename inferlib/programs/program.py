@@ -199,7 +199,7 @@ def build(
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
-    state = map_state(spec, state_axes(history=config.speculation is not None))
+    state = map_state(spec, config_axes(config))
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade else more
     tally = config.speculation is not None and not key.chunks and not key.part
@@ -219,6 +219,11 @@ def build(
         out_specs=(*returned, output),
         check_vma=False,
     )
+
+
+def config_axes(config: EngineConfig) -> Any:
+    """The logical axes of the rows' state that programs of a config take."""
+    return state_axes(history=config.speculation is not None, adapters=config.adapters is not None)
 
 
 def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
@@ -310,12 +315,13 @@ class _Maker:
         assert axis is not None  # `fuses_all_reduce` needs one
         return open_mailboxes(self.key.decoded, self.model.config.dim, axis)
 
-    def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
+    def run(self, weights, cache, batch: StepBatch, rows: RowState, counted, mailboxes=None, prefixes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'
-        load from the `counted` tokens [T]."""
+        load from the `counted` tokens [T]. rows: those of the batch, with the pages of all."""
         decoder, config = self.model.merge(weights[: len(self.model.specs)]), self.config
-        ctx = self.context(self.model.config, config.backend, table, batch)
-        ctx = replace(ctx, counted=counted if config.expert_load else None, prefixes=prefixes)
+        ctx = self.context(self.model.config, config.backend, rows.pages, batch)
+        counted = counted if config.expert_load else None
+        ctx = replace(ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter)
         caches, of_drafts = self.split(cache)
         hidden, caches, mailboxes, load, _ = decoder(ctx, caches, mailboxes)
         cache = self.plan.flatten(caches + of_drafts)
@@ -408,7 +414,7 @@ class _Maker:
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, logits [B, V] of the next token of each row, the mailboxes and the experts' load."""
         batch = rows_batch(rows)
-        more = rows.pages, self.counted_rows(rows), mailboxes, shared
+        more = rows, self.counted_rows(rows), mailboxes, shared
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
         return cache, self.logits(decoder, hidden), mailboxes, load
 
@@ -416,7 +422,7 @@ class _Maker:
         """The same with logits [B, C, V] after each row's last token and after each of its drafts [B, C - 1]."""
         batch, counts = verification_batch(rows, drafts, self.model.config.vocab)
         counted = (batch.decode_positions >= 0) & self.counted_rows(rows)[:, None]
-        more = rows.pages, counted.reshape(-1), mailboxes
+        more = rows, counted.reshape(-1), mailboxes
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
         hidden = hidden_of_tokens(hidden, counts)
         logits = self.logits(decoder, hidden.reshape(-1, hidden.shape[-1]))
@@ -518,7 +524,7 @@ class _Maker:
         batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token[:, None], live)
         prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
-        hidden, decoder, cache, _, load = self.run(weights, cache, batch, state.pages, counted)
+        hidden, decoder, cache, _, load = self.run(weights, cache, batch, state, counted)
         cache, split = self.followed(weights, cache, state, batch), tokens.size
         if key.mode == "embed":
             pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
@@ -598,10 +604,10 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history"))
+        shared = dict.fromkeys(("counts", "pages", "history", "adapter"))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
-        new = new._replace(counts=counts, pages=state.pages, history=state.history)
+        new = new._replace(counts=counts, pages=state.pages, history=state.history, adapter=state.adapter)
         at = jnp.arange(chunk.tokens.shape[1])
         positions = jnp.where(at < info["length"][:, None], info["start"][:, None] + at, self.plan.max_len)
         new = new.with_tokens(info["row"][:, None], positions, chunk.tokens)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
+from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
@@ -36,9 +37,11 @@ from inferlib.programs.program import (
     Mode,
     ProgramKey,
     build,
+    config_axes,
     prefix_shape,
 )
 from inferlib.programs.row_changes import (
+    Adapt,
     Change,
     Changes,
     Copy,
@@ -53,11 +56,12 @@ from inferlib.programs.row_changes import (
     give_pages,
     move_rows,
     packed,
+    set_adapters,
     set_counts,
     set_history,
 )
 from inferlib.programs.row_snapshots import restore_rows, save_rows
-from inferlib.programs.row_state import RowState, map_state, state_axes
+from inferlib.programs.row_state import RowState, map_state
 from inferlib.programs.start_functions import prepared, run
 from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
@@ -286,11 +290,14 @@ class ProgramSet:
     @property
     def _state_sizes(self) -> tuple[int, ...]:
         sizes = self.config.max_batch, self.model.layout.vocab, self.plan.columns
-        return sizes if self.config.speculation is None else (*sizes, self.plan.max_len)
+        history = 0 if self.config.speculation is None else self.plan.max_len
+        if self.config.adapters is not None:
+            return *sizes, history, True
+        return (*sizes, history) if history else sizes
 
     @property
     def _state_axes(self) -> Any:
-        return state_axes(history=self.config.speculation is not None)
+        return config_axes(self.config)
 
     @property
     def state(self) -> RowState:
@@ -321,6 +328,12 @@ class ProgramSet:
         shards, history = self.config.shards, self.state.history
         place = shards.sharding(self._state_axes.history)
         return prepared(set_history, (shards,), history, self._changes(Past), place=place)
+
+    @cached_property
+    def _set_adapters(self) -> Callable:
+        shards, adapter = self.config.shards, self.state.adapter
+        place = shards.sharding(self._state_axes.adapter)
+        return prepared(set_adapters, (shards,), adapter, self._changes(Adapt), place=place)
 
     @cached_property
     def _copy_pages(self) -> Callable:
@@ -368,6 +381,8 @@ class ProgramSet:
             if self.plan.snapshots:
                 _ = self._save_rows, self._restore_rows
             _ = self.config.speculation and self._set_history
+        if self.config.adapters is not None:
+            _ = self._set_adapters, self.factors.write
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -386,7 +401,14 @@ class ProgramSet:
             state = state._replace(counts=self._set_counts(state.counts, now))
         for now in self._calls(changes.past):
             state = state._replace(history=self._set_history(state.history, now))
+        for now in self._calls([Adapt(row, slot) for row, slot in changes.adapters.items()]):
+            state = state._replace(adapter=self._set_adapters(state.adapter, now))
         return cache, state
+
+    @cached_property
+    def factors(self) -> AdapterFactors:
+        """What writes the factors of adapters."""
+        return AdapterFactors(self.model, self.config.shards, self.formats)
 
     def change_snapshots(
         self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...], changes: Changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inferlib.programs.row_state import STATE_AXES, STATE_AXES_WITH_HISTORY, RowState, map_state, state_axes
+from inferlib.programs.row_state import STATE_AXES, RowState, map_state, state_axes
 from inferlib.sampling.sampler import Vocabulary
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -72,15 +72,31 @@ class Past(NamedTuple):
     token: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past
+class Adapt(NamedTuple):
+    """A row's adapter is the one in slot `slot`, see `RowState.adapter`."""
+
+    row: int
+    slot: int
+
+
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt
 # How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
-_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024, Save: 8, Restore: 8, Past: 1024}
+_MOST: dict[type[Change], int] = {
+    Grant: 256,
+    Move: 8,
+    Copy: 16,
+    Count: 1024,
+    Save: 8,
+    Restore: 8,
+    Past: 1024,
+    Adapt: 64,
+}
 
 
 @dataclass
 class Changes:
     """What happens before a program: moves, then copies, all others behind them. copies: the source by the target.
-    snapshots: in this order, as one's place may be another's next."""
+    snapshots: in this order, as one's place may be another's next. adapters: the slot by the row."""
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
@@ -88,9 +104,10 @@ class Changes:
     counts: list[Count] = field(default_factory=list)
     past: list[Past] = field(default_factory=list)
     snapshots: list[Save | Restore] = field(default_factory=list)
+    adapters: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.copies or self.snapshots or self.grants or self.counts or self.past)
+        return any(getattr(self, kind.name) for kind in fields(self))
 
     def leave_out(self, row: int) -> None:
         """Give a row nothing: its sequence lost it. Another one may get it before these changes are made, and in one
@@ -99,6 +116,7 @@ class Changes:
         self.counts = [count for count in self.counts if count.row != row]
         self.snapshots = [x for x in self.snapshots if isinstance(x, Save) or x.row != row]
         self.past = [token for token in self.past if token.row != row]
+        self.adapters.pop(row, None)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
@@ -157,7 +175,17 @@ def set_history(shards: Shards, history: jax.Array, entries: jax.Array) -> jax.A
         row, position, token = entries.T
         return history.at[row, position].set(token, mode="drop")
 
-    return _on_each(shards, local, STATE_AXES_WITH_HISTORY.history, history, entries)
+    return _on_each(shards, local, STATE_AXES.history, history, entries)
+
+
+def set_adapters(shards: Shards, adapter: jax.Array, entries: jax.Array) -> jax.Array:
+    """`RowState.adapter` [R] with entries of `Adapt`, see `packed`."""
+
+    def local(adapter: jax.Array, entries: jax.Array) -> jax.Array:
+        row, slot = entries.T
+        return adapter.at[row].set(slot, mode="drop")
+
+    return _on_each(shards, local, STATE_AXES.adapter, adapter, entries)
 
 
 def _on_each(shards: Shards, local: Callable, names: tuple[str | None, ...], x: jax.Array, calls: jax.Array):
@@ -193,7 +221,7 @@ def move_rows(
     if shards.rules is None:
         return local(arrays, moves)
     spec = shards.rules.spec
-    of_state = state_axes(history=arrays[1].history is not None)
+    of_state = state_axes(history=arrays[1].history is not None, adapters=arrays[1].adapter is not None)
     specs = tuple(map(spec, names)), map_state(spec, of_state)
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)

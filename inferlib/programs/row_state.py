@@ -20,6 +20,8 @@ class RowState(NamedTuple):
     sampling parameters; counts [R, V]: token counts for penalties (see `inferlib.sampling.sampler`); pages [R, M]:
     where the positions of a row lie in the cache (see `StepContext.table`), which `row_changes` alone changes.
     history [R, max_len]: the token at each position up to `length`, if drafts are made of it; else None.
+    adapter [R]: the slot of a row's adapter, 0 if it has none, which `row_changes` alone changes; None if no weight has
+    adapters.
     """
 
     token: jax.Array
@@ -32,9 +34,10 @@ class RowState(NamedTuple):
     counts: jax.Array
     pages: jax.Array
     history: jax.Array | None = None
+    adapter: jax.Array | None = None
 
     @staticmethod
-    def zeros(rows: int, vocab: int, columns: int, history: int = 0) -> RowState:
+    def zeros(rows: int, vocab: int, columns: int, history: int = 0, adapters: bool = False) -> RowState:
         """history: how many positions that has; 0: there is none."""
 
         def vector():
@@ -52,6 +55,7 @@ class RowState(NamedTuple):
             counts=jnp.zeros((rows, vocab), jnp.int32),
             pages=jnp.zeros((rows, columns), jnp.int32),
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
+            adapter=vector() if adapters else None,
         )
 
     def head(self, rows: int) -> RowState:
@@ -74,15 +78,16 @@ class RowState(NamedTuple):
 
 
 _ROW = (axes.ROWS,)
-# A `RowState` of the logical axes of every field, without and with a history.
+# A `RowState` of the logical axes of every field.
 STATE_AXES: Any = RowState._make(
-    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), (axes.ROWS, None), None]
+    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW]
 )
-STATE_AXES_WITH_HISTORY: Any = STATE_AXES._replace(history=(axes.ROWS, None))
 
 
-def state_axes(*, history: bool) -> Any:
-    return STATE_AXES_WITH_HISTORY if history else STATE_AXES
+def state_axes(*, history: bool, adapters: bool) -> Any:
+    """The logical axes of the fields of a state with or without these; None of those that it lacks."""
+    absent = {name: None for name, there in (("history", history), ("adapter", adapters)) if not there}
+    return STATE_AXES._replace(**absent)
 
 
 def map_state(function: Callable, names: RowState, *states: RowState) -> Any:

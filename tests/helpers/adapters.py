@@ -7,9 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+
+
+def modules_of(path: Path, endings: tuple[str, ...], rank: int) -> dict[str, tuple[int, int, int]]:
+    """The modules of a checkpoint whose names end like this, as `write_adapter` takes them."""
+    shapes = {name.removesuffix(".weight"): x.shape for name, x in load_file(path / "model.safetensors").items()}
+    transposed = "transformer.h.0.attn.c_attn" in shapes
+    chosen = {name: shape for name, shape in shapes.items() if name.endswith(endings) and len(shape) == 2}
+    return {name: (rank, *(shape if transposed else shape[::-1])) for name, shape in chosen.items()}
+
+
+def write_for(model: Path, folder: Path, endings: tuple[str, ...], rank: int) -> None:
+    """Write an adapter of a checkpoint that changes what the model says."""
+    write_adapter(folder, modules_of(model, endings, rank), r=rank, lora_alpha=4 * rank)
 
 
 def write_adapter(folder: Path, modules: dict[str, tuple[int, int, int]], **config: Any) -> dict[str, np.ndarray]:

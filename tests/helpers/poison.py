@@ -135,10 +135,12 @@ def poison(engine: Engine) -> float:
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge, huge)
     if engine.state.history is not None:
         garbage = garbage._replace(history=huge)
+    if engine.state.adapter is not None:
+        garbage = garbage._replace(adapter=huge)
     state = jax.tree.map(
         lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )
-    # Tokens of a prompt that goes on are counted already, and it has its pages.
+    # Tokens of a prompt that goes on are counted already, and it has its pages and its adapter.
     running = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
     counts = _where(running[:, None], engine.state.counts, huge)
     granted = np.zeros(engine.state.pages.shape, bool)
@@ -147,6 +149,8 @@ def poison(engine: Engine) -> float:
     pages = _where(granted, engine.state.pages, huge)
     if engine.state.history is not None:
         state = state._replace(history=_where(running[:, None], engine.state.history, huge))
+    if engine.state.adapter is not None:
+        state = state._replace(adapter=_where(running, engine.state.adapter, huge))
     engine.state = state._replace(counts=counts, pages=pages)
     return float(np.mean([mask.mean() for mask in masks]))
 

@@ -1,0 +1,83 @@
+"""Matrix product with a weight that adapters change, each token's by an adapter of its own (LoRA, Hu et al., 2021; of
+many at once: Punica, Chen et al., MLSys 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from inferlib.ops.matmul import Activations, Weight, matmul, precision_of, whole
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight [*I, *O], and the factors of the adapters in S slots.
+
+    a [*I, P, S, R]; b [P, S, R, *O], without the dimension of P parts if the weight's results begin with one: then they
+    are `apart`, else P is 1. Where an adapter does not change the weight, its factors are zeros.
+    """
+
+    base: Any  # `Weight`, which jax cannot check
+    a: jax.Array
+    b: jax.Array
+    apart: bool = field(metadata={"static": True})
+
+    def __getitem__(self, index) -> AdaptedWeight:
+        """`w[...]`, by which `nnx.Param` reads its value."""
+        if index is not Ellipsis:
+            raise TypeError("an AdaptedWeight is read whole, as w[...]")
+        return self
+
+    def of_layer(self, layer: jax.Array, base: Weight) -> AdaptedWeight:
+        """One layer of stacked factors, beside that layer's weight."""
+        a, b = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (self.a, self.b))
+        return AdaptedWeight(base, a, b, self.apart)
+
+
+def adapted_matmul(
+    x: Activations,
+    w: AdaptedWeight,
+    slots: jax.Array,
+    *,
+    contract: int = 1,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    out_dtype=None,
+    backend: str | None = None,
+) -> jax.Array:
+    """x [T, *I] times the weight and, for each token, times its adapter's factors -> [T, *O].
+
+    slots [T] int32: the slot of each token's adapter, 1 to S; any other number, usually 0, is none. The other arguments
+    are those of `matmul`. Where a device has a part of *I or *O, the result is its part of the sum, as it is of the
+    weight's own product.
+    """
+    y = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend)
+    y = y + change(whole(x), w, slots).astype(y.dtype)
+    return y if activation is None else activation(y[:, 0], y[:, 1])
+
+
+def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array) -> jax.Array:
+    """What adapters add to the product, [T, *O].
+
+    One product with the factors of all slots, of which each token keeps those of its own, and one back: for a few
+    adapters of low rank these are two small products, however tokens and adapters are mixed. XLA:GPU makes the first
+    one and the weight's own a single product, if both arrays begin with the dimensions that are summed over.
+    """
+    tokens, (parts, count, rank) = x.shape[0], w.a.shape[-3:]
+    options: dict[str, Any] = dict(precision=precision_of(x.dtype), preferred_element_type=x.dtype)
+    a, b = w.a.reshape(*w.a.shape[:-3], -1), w.b.reshape(parts, count * rank, *w.b.shape[3:])
+    inputs = tuple(range(1, x.ndim)), tuple(range(a.ndim - 1))
+    low = lax.dot_general(x, a, (inputs, ((), ())), **options)
+    slot_of_column = np.repeat(np.arange(1, count + 1, dtype=np.int32), rank)
+    if parts == 1:
+        low = jnp.where(slots[:, None] == slot_of_column, low, 0)
+        y = lax.dot_general(low, b[0], (((1,), (0,)), ((), ())), **options)
+        return y[:, None] if w.apart else y
+    low = jnp.where(slots[:, None, None] == slot_of_column, low.reshape(tokens, parts, -1), 0)
+    return jnp.moveaxis(lax.dot_general(low, b, (((2,), (1,)), ((1,), (0,))), **options), 0, 1)
