@@ -95,6 +95,9 @@ Speculation = Annotated[
         "smaller model of the same vocabulary. It changes no result."
     ),
 ]
+AdapterName = Annotated[
+    str | None, typer.Option(help="Name of one of --adapters, which changes the model; by default none does.")
+]
 ModelName = Annotated[
     str,
     typer.Argument(

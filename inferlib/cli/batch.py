@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _TEMPLATE = ("chat_template_kwargs", "tools", "add_generation_prompt", "continue_final_message")  # beside messages
-_FIELDS = ("id", *_PROMPTS, "sampling_params", "cache_salt", *_TEMPLATE)
+_FIELDS = ("id", *_PROMPTS, "sampling_params", "cache_salt", "adapter", *_TEMPLATE)
 _HEAD = b'{"id": '  # every line of results begins so
 
 
@@ -50,7 +50,7 @@ class RequestOptions:
 
     sampling: fields of `SamplingParams` that are given; the model's defaults fill the rest. seed: for prompts whose
     params have no seed. chat: texts are messages of a user. system: message before them. template: arguments of
-    `LLM.chat_prompt`.
+    `LLM.chat_prompt`. adapter: its name, for lines that name none.
     """
 
     sampling: Mapping[str, Any]
@@ -58,6 +58,7 @@ class RequestOptions:
     chat: bool = False
     system: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that are wrong for every model."""
@@ -70,7 +71,8 @@ class RequestOptions:
 
     def prepare(self, llm: LLM, text: str) -> Request:
         """Raises ValueError, also if a chat template is needed and the model has none."""
-        return llm.prepare(self.prompt(llm, text), self.params(llm), fit="max_tokens" not in self.sampling)
+        fit = "max_tokens" not in self.sampling
+        return llm.prepare(self.prompt(llm, text), self.params(llm), fit=fit, adapter=self.adapter)
 
     def prompt(self, llm: LLM, text: str) -> Prompt:
         """The model's prompt for a text."""
@@ -89,11 +91,11 @@ class RequestOptions:
             }
         return llm.chat_prompt(fields["messages"], **{**self.template, **mine})
 
-    def request_of(self, llm: LLM, prompt: Prompt, overrides: object, line: int) -> Request:
-        """The request of one line; overrides: its "sampling_params". Raises ValueError for unknown names and invalid
-        values."""
+    def request_of(self, llm: LLM, prompt: Prompt, fields: Mapping[str, Any], line: int) -> Request:
+        """The request of one line's fields. Raises ValueError for unknown names and invalid values."""
         import numpy as np
 
+        overrides, adapter = fields.get("sampling_params", {}), fields.get("adapter", self.adapter)
         if not isinstance(overrides, dict):
             raise ValueError(f"sampling_params must be an object, got {overrides!r}")
         base = self.params(llm)
@@ -105,7 +107,8 @@ class RequestOptions:
             # From the line's number, so that a resumed run draws what an uninterrupted run would.
             seed = int(np.random.SeedSequence((self.seed, line)).generate_state(1)[0])
             params = dataclasses.replace(params, seed=seed)
-        return llm.prepare(prompt, params, fit="max_tokens" not in {**self.sampling, **overrides})
+        fit = "max_tokens" not in {**self.sampling, **overrides}
+        return llm.prepare(prompt, params, fit=fit, adapter=adapter)
 
 
 def run_batch(
@@ -332,7 +335,7 @@ class GenerateBatch(Batch):
                 "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
                 "cache_salt": fields["cache_salt"],
             }
-        return self._options.request_of(self._llm, prompt, fields.get("sampling_params", {}), number)
+        return self._options.request_of(self._llm, prompt, fields, number)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import DtypeArguments, GenerationConfig, ModelName, Revision, TemplateArguments, grouped
+from inferlib.cli.arguments import (
+    AdapterName,
+    DtypeArguments,
+    GenerationConfig,
+    ModelName,
+    Revision,
+    TemplateArguments,
+    grouped,
+)
 from inferlib.cli.batch import RequestOptions
 from inferlib.cli.generate import OF_MODEL, EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import fail, memory_errors, user_errors, write
@@ -31,6 +39,7 @@ class AnswerArguments(TemplateArguments):
     panel: ClassVar = "Answers"
 
     system: Annotated[str | None, typer.Option(help="System message.")] = None
+    adapter: AdapterName = None
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Most tokens of an answer; by default as many as the context has room for."),
@@ -63,12 +72,13 @@ def chat(
     """
     with user_errors():
         options = RequestOptions(answers.sampling(), engine.seed, template=answers.template())
+        engine.check_adapter(answers.adapter)
     named = ModelArguments(model=model, revision=revision, generation_config=generation_config)
     llm = load_llm(named, formats, engine)
     if answers.chat_template is None and (llm.tokenizer is None or llm.tokenizer.chat_template is None):
         fail(f"{model} has no chat template: give one with --chat-template, or use inferlib generate")
     with user_errors():
-        conversation = Conversation(llm, options.params(llm), answers.system, options.template)
+        conversation = Conversation(llm, options.params(llm), answers.system, options.template, answers.adapter)
     console = Console(stderr=True)
     console.print(_HELP, style="dim", highlight=False)
     for line in _lines():
@@ -89,8 +99,15 @@ class Conversation:
     """The messages so far, and how they are answered. system: the system message, or None. template: arguments of
     `LLM.chat_prompt`."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, template: Mapping[str, Any] | None = None):
-        self.llm, self.params, self.template = llm, params, template or {}
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        template: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ):
+        self.llm, self.params, self.template, self.adapter = llm, params, template or {}, adapter
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
@@ -102,7 +119,8 @@ class Conversation:
         conversation. A message that cannot be answered is left out of it, and the reason is shown."""
         messages, parts = [*self.messages, {"role": "user", "content": text}], []
         try:
-            pieces = iter(self.llm.stream(self.llm.chat_prompt(messages, **self.template), self.params))
+            prompt = self.llm.chat_prompt(messages, **self.template)
+            pieces = iter(self.llm.stream(prompt, self.params, adapter=self.adapter))
             with memory_errors():
                 for piece in pieces:
                     parts.append(piece)

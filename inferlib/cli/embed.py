@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import DtypeArguments, ModelName, Revision, grouped
+from inferlib.cli.arguments import AdapterName, DtypeArguments, ModelName, Revision, grouped
 from inferlib.cli.batch import Batch, run_batch
 from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import check_output_file, user_errors
@@ -46,6 +46,7 @@ class VectorArguments:
         str, typer.Option(help="last: the hidden state of a prompt's last token; mean: the mean over all of them.")
     ] = "last"
     normalize: Annotated[bool, typer.Option(help="Divide each vector by its length.")] = True
+    adapter: AdapterName = None
 
 
 @grouped
@@ -63,6 +64,7 @@ def embed(
         from inferlib.engine.pooling import check_pooling
 
         check_pooling(vectors.pooling)
+        engine.check_adapter(vectors.adapter)
     check_output_file("--expert-load", engine.expert_load)
     load = cache(partial(load_llm, ModelArguments(model=model, revision=revision), formats, engine))
     append = dict(resume=files.resume, overwrite=files.overwrite)
@@ -97,7 +99,8 @@ class EmbedBatch(Batch):
 
     def _vectors(self, prompts: list[Prompt]) -> Any:
         pooling: Any = self._options.pooling  # it is checked
-        return self._llm.embed(prompts, pooling, normalize=self._options.normalize, progress=False)
+        options: dict[str, Any] = dict(normalize=self._options.normalize, adapter=self._options.adapter)
+        return self._llm.embed(prompts, pooling, **options, progress=False)
 
     def _checked(self, fields: dict[str, Any], number: int) -> Prompt:
         """The prompt of a line. Raises ValueError if it cannot be embedded."""

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import (
+    AdapterName,
     CacheMemory,
     DtypeArguments,
     GenerationConfig,
@@ -110,6 +111,17 @@ class EngineArguments:
         typer.Option(help="Most seconds between tokens while prompts are read; by default prompts come first."),
     ] = None
     speculation: Speculation = None
+    adapters: Annotated[
+        str | None,
+        typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),
+    ] = None
+    max_adapters: Annotated[
+        int | None,
+        typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all of --adapters."),
+    ] = None
+    max_adapter_rank: Annotated[
+        int | None, typer.Option(min=1, help="Highest rank of an adapter; by default that of --adapters.")
+    ] = None
     compile_cache: Annotated[
         Path | None,
         typer.Option(
@@ -118,6 +130,23 @@ class EngineArguments:
         ),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0
+
+    def named_adapters(self) -> dict[str, str] | None:
+        """The directories of `adapters` by their names. Raises ValueError."""
+        if self.adapters is None:
+            return None
+        pairs = [part.partition("=") for part in self.adapters.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        if not all(name and path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)):
+            raise ValueError(f"--adapters must be NAME=DIR,NAME=DIR, got {self.adapters[:100]!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"--adapters has a name twice: {', '.join(names)[:100]}")
+        return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise ValueError unless the name is of one of `adapters`, or None."""
+        if name is not None and name not in (known := self.named_adapters() or {}):
+            raise ValueError(f"--adapter {name!r} is none of --adapters, which are {', '.join(known) or 'not given'}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +157,7 @@ class PromptArguments(TemplateArguments):
         bool, typer.Option("--chat", help="Prompts are messages of a user, put in the model's chat template.")
     ] = False
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.")] = None
+    adapter: AdapterName = None
     stream: Annotated[
         bool | None,
         typer.Option("--stream/--no-stream", help="Show text as it appears; by default for one prompt on a terminal."),
@@ -144,7 +174,8 @@ class FileArguments:
         typer.Option(
             "--input",
             help='JSON lines to complete: objects with "prompt", "prompt_token_ids" or "messages". "id" (by default '
-            'the line number), "sampling_params", which override the options below, and "cache_salt" are optional.',
+            'the line number), "sampling_params", which override the options below, "cache_salt" and "adapter" are '
+            "optional.",
         ),
     ] = None
     output_file: Annotated[
@@ -301,7 +332,8 @@ def generate(
     check_output_file("--expert-load", engine.expert_load)
     with user_errors():
         chat: dict[str, Any] = dict(chat=prompting.chat, system=prompting.system, template=prompting.template())
-        options = RequestOptions(sampling.values(), engine.seed, **chat)
+        options = RequestOptions(sampling.values(), engine.seed, adapter=prompting.adapter, **chat)
+        engine.check_adapter(prompting.adapter)
 
     @cache
     def load() -> LLM:
@@ -354,6 +386,7 @@ def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArgum
 
     with user_errors():
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
+        options["adapters"] = engine.named_adapters()
         return LLM(model.model, revision=model.revision, generation_config=model.generation_config, **options)
 
 

@@ -87,6 +87,7 @@ def serve(
         where = Address(address.host, address.port, address.ssl_certfile, address.ssl_keyfile)
         where.check()
         options = _options(model, address, serving)
+        options.check_adapters(engine.named_adapters() or ())
         bound = where.bind()
     llm = load_llm(ModelArguments(model=model, revision=revision, generation_config=generation_config), formats, engine)
     with memory_errors():

@@ -29,7 +29,8 @@ async def answer_chat(service: Service, body: Any, exchange: Exchange) -> dict[s
     stream = service.start(tokens, common, number)
     parser = form.parsers(tokens)
     created = int(time.time())
-    fields = {"id": number, "object": "chat.completion", "created": created, "model": service.name}
+    name = service.name_of(common.model)
+    fields = {"id": number, "object": "chat.completion", "created": created, "model": name}
     choices = [_Choice(request, form, parser()) for _ in range(common.params.n)]
     async with aclosing(service.outputs([stream])) as outputs:
         if common.delivery.stream:

@@ -23,7 +23,8 @@ async def answer_completion(service: Service, body: Any, exchange: Exchange) -> 
     prompts = [await service.encode(p) if isinstance(p, str) else p for p in request.prompts]
     streams = [service.start(tokens, request.common, f"{number}-{i}") for i, tokens in enumerate(prompts)]
     texts = [_Texts(service, request, i, prompt) for i, prompt in enumerate(prompts)]
-    fields = {"id": number, "object": "text_completion", "created": int(time.time()), "model": service.name}
+    name = service.name_of(request.common.model)
+    fields = {"id": number, "object": "text_completion", "created": int(time.time()), "model": name}
     latest: dict[int, RequestOutput] = {}
     delivery = request.common.delivery
     chunks = ChunkWriter(fields, usage=delivery.usage)

@@ -19,7 +19,7 @@ from inferlib.serving.service import Service
 async def answer_embeddings(service: Service, body: Any, exchange: Exchange) -> dict[str, Any]:
     """`pooling` and `normalize` are those of `LLM.embed`."""
     fields = Fields(body)
-    service.check_model(fields.take("model", str))
+    service.check_model(model := fields.take("model", str))
     prompts, form = read_prompts(fields, "input"), fields.take("encoding_format", str, "float")
     pooling, normalize = fields.take("pooling", str, "last"), fields.take("normalize", bool, True)
     if form not in ("float", "base64"):
@@ -30,7 +30,8 @@ async def answer_embeddings(service: Service, body: Any, exchange: Exchange) -> 
     fields.close()
     tokens = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     try:
-        vectors = await service.llm.embed(tokens, pooling, normalize=normalize)
+        adapter = service.adapter_of(model)
+        vectors = await service.llm.embed(tokens, pooling, normalize=normalize, adapter=adapter)
     except UnplannedProgramError:
         raise ApiError(400, "the server's programs make no vectors: start it without --artifacts") from None
     except ValueError as error:
@@ -41,7 +42,7 @@ async def answer_embeddings(service: Service, body: Any, exchange: Exchange) -> 
         "data": [
             {"object": "embedding", "index": i, "embedding": _written(vector, form)} for i, vector in enumerate(vectors)
         ],
-        "model": service.name,
+        "model": service.name_of(model),
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
 

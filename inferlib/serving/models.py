@@ -10,22 +10,24 @@ from inferlib.serving.service import Service
 
 
 def list_models(service: Service) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(service, name) for name in service.options.names]}
+    return {"object": "list", "data": [_model(service, name) for name in service.names]}
 
 
 def one_model(service: Service, name: str) -> dict[str, Any]:
-    """Raises ApiError for a name that is not the model's."""
+    """Raises ApiError for a name that is neither the model's nor an adapter's."""
     service.check_model(name)
     return _model(service, name)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    parent = {} if service.adapter_of(name) is None else {"parent": service.name}
     return {
         "id": name,
         "object": "model",
         "created": int(service.started),
         "owned_by": "inferlib",
-        "root": service.name,
+        "root": service.name_of(name),
+        **parent,
         "max_model_len": service.llm.llm.config.max_len,
     }
 

@@ -155,7 +155,7 @@ def _response(service: Service, request: ResponseRequest, number: str) -> dict[s
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": service.name,
+        "model": service.name_of(request.common.model),
         "output": [],
         **request.echo,
         "parallel_tool_calls": True,

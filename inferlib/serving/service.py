@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -50,12 +50,18 @@ class ServerOptions:
     chat_template: str | None = None
     trust_templates: bool = False
 
+    def check_adapters(self, adapters: Iterable[str]) -> None:
+        """Raise ValueError if one of these adapters has a name of the model."""
+        if taken := next((name for name in adapters if name in self.names), None):
+            raise ValueError(f"{taken!r} is the name of the model and of an adapter: rename one of them")
+
 
 class Service:
     """A model that requests are answered by."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions):
         self.llm, self.options = llm, options
+        options.check_adapters(llm.llm.adapters)
         self.metrics = Metrics(llm, options.names[0])
         self.defaults: SamplingParams = llm.llm.get_default_sampling_params()
         self.started = time.time()
@@ -72,11 +78,24 @@ class Service:
             raise ApiError(400, "this model has no tokenizer.json: give prompts as token ids to /v1/completions")
         return tokenizer
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name: the model, and its adapters."""
+        return (*self.options.names, *(name for name in self.llm.llm.adapters if name not in self.options.names))
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request names in the model's place, if it does."""
+        return None if model in self.options.names else model
+
+    def name_of(self, model: str | None) -> str:
+        """What answers a request that names this model."""
+        return self.adapter_of(model) or self.name
+
     def check_model(self, model: str | None) -> None:
-        if model is not None and model not in self.options.names:
+        if model is not None and model not in self.names:
             raise ApiError(
                 404,
-                f"The model {brief(model)} does not exist: this server has {', '.join(self.options.names)}",
+                f"The model {brief(model)} does not exist: this server has {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -113,7 +132,8 @@ class Service:
         if common.cache_salt is not None:
             prompt["cache_salt"] = common.cache_salt  # pyright: ignore[reportArgumentType]
         try:
-            return self.llm.generate(prompt, params, request_id, priority=common.priority)
+            adapter = self.adapter_of(common.model)
+            return self.llm.generate(prompt, params, request_id, adapter=adapter, priority=common.priority)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         except UnplannedProgramError as error:

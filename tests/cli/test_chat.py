@@ -48,7 +48,7 @@ def test_a_stopped_answer_stays_and_an_impossible_message_does_not(inferlib, mon
     assert "exceeds max_len" in console.file.getvalue()
     assert talk.messages == []
 
-    def interrupted(*_):
+    def interrupted(*_, **options):
         yield "some"
         raise KeyboardInterrupt
 

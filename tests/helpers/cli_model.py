@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -46,7 +46,13 @@ class Commands:
 
     def __init__(self, model: Path):
         self.model = model
-        self.build = cache(LLM)
+        self._models: dict[str, LLM] = {}
+
+    def build(self, *arguments: Any, **options: Any) -> LLM:
+        key = repr((arguments, sorted(options.items())))
+        if key not in self._models:
+            self._models[key] = LLM(*arguments, **options)
+        return self._models[key]
 
     @property
     def llm(self) -> LLM:
