@@ -26,7 +26,17 @@ LESS = {
         "lengths = [4, 8, 9, 64, 65, 128, 129, 192]": "lengths = [8, 65, 192]",
         "    for _ in range(20)\n]": "    for _ in range(10)\n]",
         "batches = [1, 2, 4, 6, 8]": "batches = [1, 8]",
-    }
+        "greedy = SamplingParams(temperature=0, max_tokens=40)": "greedy = SamplingParams(temperature=0, max_tokens=8)",
+        "params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)": (
+            "params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)"
+        ),
+        "rng.integers(6, 33)": "rng.integers(3, 12)",
+    },
+    "03_plan_and_compile": {"max_tokens=20": "max_tokens=4"},
+    "10_prompts_that_begin_alike": {
+        "max_tokens=12": "max_tokens=3",
+        "first_tokens(forget=False)  # everything has run once\n": "",
+    },
 }
 # Outputs that name a machine: absolute paths, with slashes or on a Windows drive.
 MACHINE = re.compile(r"(?<![\w.:/])/\w[\w.-]*/|\b[A-Z]:\\")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import openai
-import pytest
 
-from inferlib import Buckets, SamplingParams
-from tests.helpers.llms import build_llm
-from tests.helpers.servers import NAME, serving
+from inferlib import SamplingParams
+from tests.helpers.servers import NAME
 
 STREAMS = 200
 
@@ -35,20 +33,8 @@ def stream_all(address: str, prompts: list[str], tokens: int) -> list[tuple[str,
     return asyncio.run(main())
 
 
-def assert_whole(llm, address: str, tokens: int) -> None:
-    prompts = [f"The number {i} is" for i in range(STREAMS)]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    expected = [(output.outputs[0].text, tokens) for output in llm.generate(prompts, params)]
-    assert stream_all(address, prompts, tokens) == expected
-
-
 def test_two_hundred_streams(served_llm, address):
-    assert_whole(served_llm, address, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized_programs")
-def test_two_hundred_streams_of_real_weights():
-    llm = build_llm("smollm2", Buckets(prefill=(32,), batch=(64,), cache=(64,)), scan=True)
-    with serving(llm) as address:
-        assert_whole(llm, address, 8)
+    prompts = [f"The number {i} is" for i in range(STREAMS)]
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    expected = [(output.outputs[0].text, 10) for output in served_llm.generate(prompts, params)]
+    assert stream_all(address, prompts, 10) == expected

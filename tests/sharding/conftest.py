@@ -50,7 +50,6 @@ SHAPES = {
     "llama": ("llama", _LAYERS(1)),
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
-    "qwen3": ("qwen3", _LAYERS(1)),
     "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
     "deepseek": ("deepseek_v3", _LAYERS(2)),  # the same, and experts on the second layer
     "gpt_oss": ("gpt_oss", _LAYERS(2)),  # sinks, a window on the first layer
