@@ -227,16 +227,15 @@ class Run:
         return tuple(jnp.asarray(offsets) if w.part == "d2t" else next(rest) for w in self.head.model.weights)
 
     def first_state(self) -> Any:
-        """Random weights, but for what the target knows: its head and last norm, and its highest features, of a mean
-        square of 1, as the hidden states that the layer adds to."""
+        """Random weights, but for what the target knows: its head and last norm. Features are taken as if each had a
+        mean square of 1: of some layers it is hundreds, and what the layer adds would be lost beside them."""
         parts, drawn = [w.part for w in self.head.model.weights], self.head.model.random_weights(self.settings.seed)
         values = dict(zip(parts, drawn, strict=True))
         sample = jnp.asarray(self.data.rows[:2])
         features, _ = jax.jit(self.target.states)(self.target_weights, sample)
-        last = features[:, :, -1].astype(jnp.float32)
-        scale = 1 / jnp.median(jnp.sqrt(jnp.mean(last * last, axis=-1)))
+        sizes = jnp.sqrt(jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1))  # huge for a few tokens
         width = self.head.config.target_dim
-        values["fc"] = values["fc"].at[-width:].add(scale * jnp.eye(width))
+        values["fc"] = values["fc"] / jnp.repeat(jnp.median(sizes, axis=(0, 1)), width)[:, None]
         decoder, norm = self.target.model.merge(self.target_weights), self.head.config.model.norm
         table = decoder.embed[...].T if self.files.config.tied else decoder.head[...]
         if isinstance(table, jax.Array):  # and not quantised
