@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from inferlib.async_llm import AsyncLLM, AsyncStream
+    from inferlib.calibration.calibrate import calibrate
+    from inferlib.calibration.report import CalibrationReport
     from inferlib.config import Buckets, EngineConfig, EngineOptions
     from inferlib.conversion import convert
     from inferlib.deploy.compile import CompileResult, compile
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from inferlib.sampling.structured import StructuredOutputs
     from inferlib.sharding.mesh import Parallelism
     from inferlib.speculation.settings import Speculation
+    from inferlib.texts import TextSample
 
 _MODULES = {
     "LLM": "inferlib.llm",
@@ -35,6 +38,7 @@ _MODULES = {
     "BeamSearchParams": "inferlib.sampling.beam_search",
     "BeamSearchSequence": "inferlib.outputs",
     "Buckets": "inferlib.config",
+    "CalibrationReport": "inferlib.calibration.report",
     "CompileResult": "inferlib.deploy.compile",
     "CompletionOutput": "inferlib.outputs",
     "EngineConfig": "inferlib.config",
@@ -50,7 +54,9 @@ _MODULES = {
     "Speculation": "inferlib.speculation.settings",
     "Stream": "inferlib.llm",
     "StructuredOutputs": "inferlib.sampling.structured",
+    "TextSample": "inferlib.texts",
     "Workload": "inferlib.deploy.plan",
+    "calibrate": "inferlib.calibration.calibrate",
     "compile": "inferlib.deploy.compile",
     "convert": "inferlib.conversion",
     "explain": "inferlib.deploy.explain",
@@ -65,6 +71,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Buckets",
+    "CalibrationReport",
     "CompileResult",
     "CompletionOutput",
     "EngineConfig",
@@ -80,7 +87,9 @@ __all__ = [
     "Speculation",
     "Stream",
     "StructuredOutputs",
+    "TextSample",
     "Workload",
+    "calibrate",
     "compile",
     "convert",
     "explain",

@@ -29,6 +29,11 @@ class _Bar:
     def advance(self, count: int) -> None:
         self._bar.advance(self._task, count)
 
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._bar.disable:
+            self._bar.console.print(text, highlight=False, soft_wrap=True)
+
     def __enter__(self) -> Self:
         self._bar.start()
         return self

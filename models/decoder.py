@@ -83,11 +83,7 @@ class Decoder(nnx.Module):
         # Computed now: values that are cached inside a scan's body do not outlive it.
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
         _ = ctx.adapters is not None and ctx.mlp_slots
-        x, inputs = self.embedding(ctx), None
-        if self.config.per_layer is not None:
-            inputs = self.per_layer(x, ctx)
-        if self.config.streams > 1:
-            x = self.streams.spread(x, ctx.shards)
+        x, inputs = self.inputs(ctx)
         residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
         new, loads, at, traced = [], [], 0, {}
         features = {0: residual.x}
@@ -105,11 +101,10 @@ class Decoder(nnx.Module):
             at = end
         if residual.pending is not None:  # `logits` norms the tokens that are sampled
             residual, _ = self.final_norm.read(residual, ctx.shards, defer=True)
-        x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
         load = jnp.concatenate(loads) if loads else None
         chosen = [ctx.shards.all_tokens(features[n], ctx.tokens) for n in ctx.feature_layers]
-        hidden = ctx.shards.all_tokens(x, ctx.tokens)
-        return Forward(hidden, tuple(new), residual.mailboxes, load, jnp.stack(chosen, axis=1) if chosen else None)
+        stacked_features = jnp.stack(chosen, axis=1) if chosen else None
+        return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features)
 
     def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
         """Raise ConfigError if the hidden states after these layers cannot be returned."""
@@ -122,6 +117,18 @@ class Decoder(nnx.Module):
             raise ConfigError(f"{self.config.family} has {self.config.streams} residuals, and features are of one")
         if mailboxes is not None:
             raise ValueError("features are taken from whole sums: run the step without mailboxes")
+
+    def inputs(self, ctx: StepContext) -> tuple[jax.Array, jax.Array | None]:
+        """The residual before the first layer, [T, D] or [T, N, D], and the per-layer embeddings [T, L, P], if there
+        are some."""
+        x = self.embedding(ctx)
+        inputs = None if self.config.per_layer is None else self.per_layer(x, ctx)
+        return self.streams.spread(x, ctx.shards) if self.config.streams > 1 else x, inputs
+
+    def outputs(self, residual: Residual, ctx: StepContext) -> jax.Array:
+        """The hidden states [T, D] after the last layer."""
+        x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
+        return ctx.shards.all_tokens(x, ctx.tokens)
 
     def leaves_pending(self, ctx: StepContext) -> bool:
         """True if one kernel adds each branch of this device and norms the sum.

@@ -86,7 +86,7 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.
             options = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
             item, failure = ocp.args.StandardSave(arrays, options), ""
             try:
-                writer.submit(checkpointer.save, _folder(directory, block), args=item).result()
+                writer.submit(checkpointer.save, layer_folder(directory, block), args=item).result()
             except jax.errors.JaxRuntimeError:
                 raise
             except Exception as error:  # the package raises nothing narrower
@@ -188,7 +188,7 @@ class LaidOutWeights:
                     for weight in weights
                     for spec in weight.arrays
                 }
-                arrays = self._restore(checkpointer, block, wanted)
+                arrays = _restore(checkpointer, self.directory, block, wanted)
                 for weight in weights:
                     target = targets[block, weight.part]
                     restored = tuple(arrays.pop(spec.part) for spec in weight.arrays)
@@ -205,18 +205,32 @@ class LaidOutWeights:
                     bar.advance(sum(spec.nbytes for spec in weight.arrays))
         return tuple(array for weight in model.weights for array in loaded[weight.name])
 
-    def _restore(
-        self, checkpointer: ocp.Checkpointer, block: int | None, wanted: dict[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array]:
-        import orbax.checkpoint as ocp
 
-        folder = _folder(self.directory, block)
-        try:
-            return checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
-        except jax.errors.JaxRuntimeError:
-            raise  # of the device, such as too little memory
-        except Exception as error:  # the package raises nothing narrower
-            raise CheckpointError(f"{folder} is damaged; convert the original again ({_brief(error)})") from error
+def read_layer(directory: Path, weights: Sequence[WeightSpec]) -> dict[str, jax.Array]:
+    """The arrays of one layer of a `stored_model`, by their parts, as `save_weights` wrote them. Raises
+    CheckpointError if they are damaged."""
+    wanted = {spec.part: _wanted(spec, weight, Shards()) for weight in weights for spec in weight.arrays}
+    with _checkpointer() as checkpointer:
+        return _restore(checkpointer, directory, weights[0].block, wanted)
+
+
+def layer_folder(directory: Path, block: int | None) -> Path:
+    """Where `save_weights` writes a layer; None: what is outside the layers."""
+    return directory.absolute() / _WEIGHTS / ("outside" if block is None else f"layer{block:04d}")
+
+
+def _restore(
+    checkpointer: ocp.Checkpointer, directory: Path, block: int | None, wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
+    folder = layer_folder(directory, block)
+    try:
+        return checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
+    except jax.errors.JaxRuntimeError:
+        raise  # of the device, such as too little memory
+    except Exception as error:  # the package raises nothing narrower
+        raise CheckpointError(f"{folder} is damaged; convert the original again ({_brief(error)})") from error
 
 
 @contextmanager
@@ -253,10 +267,6 @@ def _brief(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return textwrap.shorten(str(error), 300, placeholder=" ...")
-
-
-def _folder(directory: Path, block: int | None) -> Path:
-    return directory.absolute() / _WEIGHTS / ("outside" if block is None else f"layer{block:04d}")
 
 
 def _stored_array(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], str]:

@@ -1,5 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `distill`,
-`plan`, `place`, `targets`, `tune`, `doctor`.
+"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `quantize`,
+`distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -21,6 +21,7 @@ from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.place import place
 from inferlib.cli.plan import plan
+from inferlib.cli.quantize import quantize
 from inferlib.cli.serve import serve
 from inferlib.cli.targets import targets
 from inferlib.cli.tune import tune
@@ -52,6 +53,7 @@ app.command()(serve)
 app.command()(bench)
 app.command()(info)
 app.command()(convert)
+app.command()(quantize)
 app.command()(distill)
 app.command()(plan)
 app.command()(place)

@@ -18,6 +18,7 @@ from jax import lax
 from inferlib.ops.choice import Choice
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 
@@ -72,7 +73,7 @@ def _gpu_kernel_lacks(w: Weight, stacked: bool) -> str | None:
 
 def grouped_matmul(
     x: jax.Array,
-    w: Weight,
+    w: Weight | ObservedWeight,
     sizes: jax.Array,
     *,
     most: int,
@@ -91,6 +92,9 @@ def grouped_matmul(
     The matrices of a group (P: an expert's gate and up) stay separate in memory. In a merged matrix I would lie between
     them, and the TPU's compiler would copy all groups into another layout.
     """
+    if isinstance(w, ObservedWeight):
+        w.record(x if rows is None else x[rows], sizes)
+        w = w.values
     parts, _, outer = _matrices(x, w, layer, sizes.size)
     total = x.shape[0] if rows is None else rows.size
     choice = choose(total, w, x.dtype, backend, stacked=layer is not None)

@@ -15,6 +15,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 from inferlib.ops.residual_norm import DeferredNorm
@@ -50,7 +51,7 @@ class FusableNorm:
 
 
 Activations = jax.Array | FusableNorm | DeferredNorm
-Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight
+Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight
 
 
 def whole(x: Activations) -> jax.Array:
@@ -174,6 +175,11 @@ def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
     return product.activated(w.times(whole(x)))
 
 
+def _observed(x: Activations, w: ObservedWeight, product: Product) -> jax.Array:
+    w.record(whole(x))
+    return product.activated(_dense(whole(x), w.values, product, transposed=False))
+
+
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
     """The product by the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as
     fast."""
@@ -233,6 +239,7 @@ _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     QuantizedTensor: _quantized,
     PackedTensor: _packed,
     RingWeight: _with_ring,
+    ObservedWeight: _observed,
 }
 
 

@@ -158,16 +158,21 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
     shared = contracting if scheme.group is None else (contracting[-1] + 1,)
     largest, most = jnp.max(jnp.abs(w), axis=shared, keepdims=True), largest_value(dtype)
     if scheme.scales == "float8_e8m0fnu":
-        code = _exponent_code(largest, dtype)
+        code = exponent_code(largest, dtype)
         # Multiply by the inverse, also a power of two: the smallest scale is subnormal, which devices flush to zero.
         scales, scaled = _power_of_two(code), w * _power_of_two(254 - code).astype(jnp.float32)
     else:
         scales = largest / most
         scales = jnp.where(scales == 0, 1.0, scales)
         scaled = w / scales
-    scaled = jnp.clip(scaled, -most, most)
-    values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else _nearest(scaled, dtype)).astype(dtype)
-    return scheme.tensor(values, jnp.squeeze(scales, shared))
+    return scheme.tensor(round_values(scaled, dtype).astype(dtype), jnp.squeeze(scales, shared))
+
+
+def round_values(x: jax.Array, dtype) -> jax.Array:
+    """float32 values rounded to those of an element type, as float32: to nearest with ties to even, saturated."""
+    most = largest_value(dtype)
+    x = jnp.clip(x, -most, most)
+    return jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else _nearest(x, dtype)
 
 
 def to_mxfp8(x: jax.Array, group: int) -> jax.Array:
@@ -194,7 +199,7 @@ def _nearest(x: jax.Array, dtype) -> jax.Array:
     return jnp.round(x / step) * step
 
 
-def _exponent_code(largest: jax.Array, dtype) -> jax.Array:
+def exponent_code(largest: jax.Array, dtype) -> jax.Array:
     """The e8m0 code, as uint8, of 2^(floor(log2(largest)) - emax): the smallest for zero, NaN for NaN or infinity."""
     emax = math.floor(math.log2(largest_value(dtype)))
     exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127  # of a subnormal: below what e8m0 has

@@ -79,6 +79,13 @@ def good(folder) -> dict[str, dict[str, Any]]:
         "bench": {"url": "http://127.0.0.1:9", "requests": "1"},
         "info": {"model": model, "max_len": "64"},
         "convert": {"model": model, "out": str(folder / "converted")},
+        "quantize": {
+            "model": model,
+            "out": str(folder / "quantized"),
+            "data": str(texts),
+            "tokens": "64",
+            "window": "64",
+        },
         "distill": {
             "method": "eagle3",
             "model": model,
@@ -103,6 +110,7 @@ def stop_before_long_work(monkeypatch):
 
     for name in (
         *("model_files.ModelFiles.load", "engine.engine.Engine.__init__", "conversion.save_weights"),
+        "calibration.job.Job.run",
         *("aot.child.Child.ask", "planning.planner.rank", "tuning.tune.tune", "distributed.initialize"),
         *("aot.artifacts.Artifacts.load", "hub.HubName.download"),
         *("doctor.examine._findings", "bench.client.find_model", "bench.client.measure"),

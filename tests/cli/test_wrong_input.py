@@ -95,6 +95,18 @@ def test_generation(llm):
     assert before == (llm.stats.dispatches, llm.compilations)
 
 
+def test_calibration(path, tmp_path, monkeypatch):
+    def reached(*_: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr("inferlib.calibration.job.Job.run", reached)
+    data = inferlib.TextSample(["a text to calibrate on. " * 20], tokens=64, window=64)
+    good = {"model": path, "out": tmp_path / "out", "data": data, "method": "gptq", "scheme": "int4"}
+    good |= {"dtype": "float32", "progress": False}
+    report(problems(inferlib.calibrate, good, [*good, "revision"]))
+    report(problems(inferlib.TextSample, {"texts": ["a"], "tokens": 64, "window": 64}))
+
+
 def test_conversion(path, tmp_path):
     good = {"model": path, "out": tmp_path / "out", "dtype": "float32", "progress": False}
     report(problems(inferlib.convert, good, [*good, "quantization", "parallel", "revision"]))

@@ -1,0 +1,95 @@
+"""`calibrate`: quantise a model by what its matrices multiply on a text, layer by layer."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from inferlib.calibration.job import Job
+from inferlib.calibration.recipe import Recipe
+from inferlib.calibration.report import CalibrationReport
+from inferlib.calibration.store import opened
+from inferlib.checkpoint.laid_out import LaidOutWeights, write_manifest
+from inferlib.checkpoint.shipped import QuantizedSource
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
+from inferlib.model_files import ModelFiles
+from inferlib.models.quantization import Quantization
+from inferlib.progress import CountProgress, on_terminal
+from inferlib.texts import TextSample
+
+
+def calibrate(
+    model: str | Path,
+    out: str | Path,
+    *,
+    data: str | Path | Sequence[str] | TextSample,
+    method: str = "gptq",
+    scheme: str = "int4",
+    dtype: str = "bfloat16",
+    revision: str | None = None,
+    progress: bool | None = None,
+) -> CalibrationReport:
+    """Quantise a model by a text, and write it to the directory `out`, which `LLM(out)` loads on any mesh.
+
+    model, revision: as for `LLM`; an unquantised checkpoint with a tokenizer. data: text of the kind that the model
+    will see, see `TextSample`. method: "nearest", "clip" (searched scales), "gptq", "awq", "smoothquant" (for
+    schemes that round inputs by token) or "hadamard", and several with + between, such as "awq+gptq". scheme: of the
+    matrices, as `LLM`'s `quantization`. dtype: "float32", "bfloat16" or "float16" of other weights.
+
+    Layer by layer, the inputs of products are recorded with all layers before quantised. The memory taken is a layer's,
+    and the residual of the text on the host. If it is interrupted, the same call goes on where it stopped, and its
+    result is the same. Raises CheckpointError, ConfigError or ConfigurationError before anything is written; OSError if
+    `out` exists or the writing fails.
+    """
+    started = time.monotonic()
+    check_dtype(dtype)
+    check_flag("progress", progress, optional=True)
+    out, show = checked_output("out", out), on_terminal() if progress is None else progress
+    data = data if isinstance(data, TextSample) else TextSample(data)
+    quantization = Quantization.named(scheme)
+    recipe = Recipe.read(method, quantization)
+    if jax.process_count() > 1:
+        raise ConfigurationError("a calibration runs in one process: start one, without --coordinator")
+    files = _unquantized(ModelFiles.open(model, revision, progress=show))
+    assert files.tokenizer is not None
+    windows = data.windows(files.tokenizer, files.config.context)
+    job = Job.make(files, recipe, quantization, dtype)
+    settings = {
+        "model": str(files.path),
+        "method": method,
+        "scheme": scheme,
+        "dtype": dtype,
+        "text": hashlib.sha256(windows.tobytes()).hexdigest(),
+    }
+    with opened(out, settings, job.target.nbytes) as store:
+        with CountProgress("calibrating layers", len(files.config.layers), show=show) as bar:
+            job.run(windows, store, bar)
+        files.save_description(store.partial)
+        (store.partial / "config.json").write_text(job.config_json, encoding="utf-8")
+        write_manifest(store.partial, dict(job.hf), job.target, job.quantization)
+    quantized = [weight for weight in job.target.weights if weight.scheme]
+    bits = 8 * sum(a.nbytes for w in quantized for a in w.arrays) / sum(int(np.prod(w.shape)) for w in quantized)
+    seconds = time.monotonic() - started
+    return CalibrationReport(
+        out, method, scheme, bits, job.target.nbytes, windows.size, seconds, matrices=store.reports
+    )
+
+
+def _unquantized(files: ModelFiles) -> ModelFiles:
+    """Raise CheckpointError for a checkpoint that cannot be calibrated."""
+    if isinstance(files.source, QuantizedSource):
+        raise CheckpointError(f"{files.path} is quantised already: calibrate the original")
+    if isinstance(files.source, LaidOutWeights):
+        form = "quantised" if files.source.quantization else "converted"
+        raise CheckpointError(f"{files.path} is {form} already: calibrate the original")
+    if files.tokenizer is None:
+        raise CheckpointError(
+            f"{files.path} has no tokenizer, which makes tokens of the text: put tokenizer.json there"
+        )
+    return files

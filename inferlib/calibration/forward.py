@@ -1,0 +1,182 @@
+"""The model's layers one at a time, over all windows of the text, with recorded inputs of products.
+
+The decoder's own blocks run. Only one layer's weights are on the device; the residual of all windows is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
+from inferlib.calibration.layer_weights import Weights
+from inferlib.config import PoolSize
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.config import ModelConfig
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.segments import block_of
+from inferlib.models.stream import Residual
+from inferlib.ops.observed import InputSums, ObservedWeight, observing
+from inferlib.sharding.shards import Shards
+
+_STEP_TOKENS = 2048  # of the windows that run at once
+Recorded = dict[tuple[str, ...], InputSums]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What programs are compiled for."""
+
+    config: ModelConfig
+    width: int
+    cache: BlockCache | BlockState | None = None
+    lends: bool = False
+
+
+@dataclass
+class LayerwiseForward:
+    """The state of the windows [N, W] between two layers of a model, whose weights are float32 and not quantised.
+
+    residuals, inputs: of each step's windows, see `Decoder.inputs`. lent: caches of layers that later ones attend to.
+    """
+
+    model: AbstractModel
+    windows: np.ndarray
+    residuals: list[Residual] = field(default_factory=list)
+    inputs: list[np.ndarray | None] = field(default_factory=list)
+    lent: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        count, width = self.windows.shape
+        rows = max(1, min(count, _STEP_TOKENS // width))
+        while count % rows:
+            rows -= 1
+        self._steps = np.split(self.windows, count // rows)
+        page = 1 << (width - 1).bit_length()
+        self._plan: CachePlan = plan_cache(
+            self.model, rows=rows, max_len=width, chunk=width, dtype=self.model.dtype, pool=PoolSize(page)
+        )
+        structs: list[Any] = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self.model.specs]
+        self._decoder = self.model.merge(structs)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    def begin(self, weights: Weights, observed: Sequence[str] = ()) -> Recorded:
+        """Compute the residual before the first layer. observed: parts whose inputs are recorded."""
+        static, recorded = _Static(self.config, self.windows.shape[1]), {}
+        for tokens in self._steps:
+            x, inputs, sums = _begin(self.model, self._outside(weights, observed), tokens, static)
+            recorded = _added(recorded, sums)
+            self.residuals.append(jax.device_get(Residual(x)))
+            self.inputs.append(None if inputs is None else np.asarray(inputs))
+        return recorded
+
+    def record(self, layer: int, weights: Weights, observed: Sequence[str]) -> Recorded:
+        """The sums over the inputs of a layer's parts. The residual stays as it is."""
+        recorded: Recorded = {}
+        for step in range(len(self._steps)):
+            recorded = _added(recorded, self._run(layer, weights, observed, step)[2])
+        return recorded
+
+    def advance(self, layer: int, weights: Weights) -> None:
+        """Compute the residual after a layer."""
+        for step in range(len(self._steps)):
+            residual, arrays, _ = self._run(layer, weights, (), step)
+            self.residuals[step] = jax.device_get(residual)
+            if arrays:
+                self.lent.setdefault(layer, []).append(jax.device_get(arrays))
+
+    def end(self, weights: Weights, observed: Sequence[str]) -> Recorded:
+        """The sums over the inputs of the head."""
+        static, recorded = _Static(self.config, self.windows.shape[1]), {}
+        for tokens, residual in zip(self._steps, self.residuals, strict=True):
+            sums = _end(self.model, self._outside(weights, observed), residual, tokens, static)[1]
+            recorded = _added(recorded, sums)
+        return recorded
+
+    def logits(self, weights: Weights) -> np.ndarray:
+        """[N, W, V] float32 of the windows after the last layer."""
+        static, logits = _Static(self.config, self.windows.shape[1]), []
+        for tokens, residual in zip(self._steps, self.residuals, strict=True):
+            logits.append(np.asarray(_end(self.model, self._outside(weights, ()), residual, tokens, static)[0]))
+        return np.concatenate(logits).reshape(*self.windows.shape, -1)
+
+    def _run(self, layer: int, weights: Weights, observed: Sequence[str], step: int):
+        block, owner = self._decoder.blocks[layer], self.config.layers[layer].attention.cache_of
+        graph, state = nnx.split(block)
+        state = nnx.map_state(lambda path, p: p.replace(_watched(_part(path), weights, observed)), state)
+        cache = self._plan.blocks[layer if owner is None else block_of(self.model.segments, owner)[0]]
+        lends = any(spec.attention.cache_of == layer for spec in self.config.layers)
+        static = _Static(self.config, self.windows.shape[1], cache, lends)
+        inputs, borrowed = self.inputs[step], None if owner is None else self.lent[owner][step]
+        of_layer = None if inputs is None else inputs[:, layer]
+        return _layer(graph, state, self.residuals[step], of_layer, borrowed, self._steps[step], static)
+
+    def _outside(self, weights: Weights, observed: Sequence[str]) -> dict[str, Any]:
+        return {part: _watched(part, weights, observed) for part in weights}
+
+
+def _part(path: tuple) -> str:
+    return ".".join(str(name) for name in path).removesuffix(".weight")
+
+
+def _watched(part: str, weights: Weights, observed: Sequence[str]) -> jax.Array | ObservedWeight:
+    return ObservedWeight(weights[part], part) if part in observed else weights[part]
+
+
+def _added(recorded: Recorded, sums: Recorded) -> Recorded:
+    return {names: recorded[names].plus(new) if names in recorded else new for names, new in sums.items()}
+
+
+def _context(tokens: jax.Array, static: _Static) -> StepContext:
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return StepContext(StepBatch.of_chunks(tokens, rows, jnp.zeros_like(rows)), static.config, static.width)
+
+
+@partial(jax.jit, static_argnames=("model", "static"))
+def _begin(model: AbstractModel, weights: dict[str, Any], tokens: jax.Array, static: _Static):
+    with observing() as observer:
+        x, inputs = _decoder(model, weights).inputs(_context(tokens, static))
+        return x, inputs, observer.sums()
+
+
+@partial(jax.jit, static_argnames=("model", "static"))
+def _end(model: AbstractModel, weights: dict[str, Any], residual: Residual, tokens: jax.Array, static: _Static):
+    with observing() as observer:
+        decoder, ctx = _decoder(model, weights), _context(tokens, static)
+        logits = decoder.logits(decoder.outputs(residual, ctx), Shards(), "xla")
+        return logits, observer.sums()
+
+
+def _decoder(model: AbstractModel, weights: dict[str, Any]):
+    """The decoder with the weights outside its layers; the layers are not there to run."""
+    arrays: list[Any] = []
+    for weight in model.weights:
+        value = weights.get(weight.part) if weight.block is None else None
+        arrays.append(jax.ShapeDtypeStruct(weight.shape, weight.dtype) if value is None else value)
+    return model.merge(arrays)
+
+
+@partial(jax.jit, static_argnames=("graph", "static"))
+def _layer(graph: nnx.GraphDef, state, residual: Residual, inputs, borrowed, tokens: jax.Array, static: _Static):
+    """The residual after a layer, its cache if it lends it, and the sums over the inputs of observed weights."""
+    assert static.cache is not None
+    arrays = borrowed
+    if arrays is None:
+        arrays = tuple(jnp.zeros(array.shape, array.dtype) for array in static.cache.owned)
+    ctx = _context(tokens, static)
+    _ = ctx.positions, ctx.rows, ctx.written, ctx.rope
+    with observing() as observer:
+        cache = LayerCache(arrays, static.cache.ring)
+        residual, cache, _ = nnx.merge(graph, state)(residual, ctx, cache, token_inputs=inputs)
+        return residual, cache.arrays if static.lends else (), observer.sums()

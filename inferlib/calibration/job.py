@@ -1,0 +1,238 @@
+"""A calibration of one model: its layers are loaded, changed, rounded and written, one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inferlib.calibration.forward import LayerwiseForward, Recorded
+from inferlib.calibration.layer_weights import LayerParts, Weights
+from inferlib.calibration.matrices import MatrixForm
+from inferlib.calibration.recipe import Recipe
+from inferlib.calibration.report import MatrixReport
+from inferlib.calibration.rotation import check_rotates, rotate_layer, rotate_outside, untied
+from inferlib.calibration.rounding import round_matrix
+from inferlib.calibration.smoothing import sites, smooth
+from inferlib.calibration.store import Store
+from inferlib.checkpoint.assemble import LoadItem
+from inferlib.checkpoint.laid_out import LaidOutWeights, stored_model
+from inferlib.checkpoint.load import load_item, plan_load
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import ConfigurationError
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import AbstractModel, WeightSpec
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.quantization import Quantization
+from inferlib.ops.observed import InputSums
+from inferlib.progress import CountProgress
+from inferlib.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class Job:
+    """A calibration of opened files.
+
+    original, target: the model with float32 weights, and as it is stored. hf: the Hugging Face config of the target.
+    """
+
+    files: ModelFiles
+    recipe: Recipe
+    quantization: Quantization
+    original: AbstractModel
+    target: AbstractModel
+    hf: Mapping[str, Any]
+
+    @staticmethod
+    def make(files: ModelFiles, recipe: Recipe, quantization: Quantization, dtype: str) -> Job:
+        """Raises ConfigurationError if the recipe does not fit the model."""
+        config, hf, original = files.config, files.hf, stored_model(files.config, "float32", None)
+        if recipe.rotate:
+            outside = {weight.part.removesuffix(".bias") for weight in original.weights if weight.block is None}
+            check_rotates([layer_parts(original, i) for i in range(len(config.layers))], outside)
+            if config.tied:  # the head stays as it was, and is not the embedding
+                hf = _untied(hf)
+                quantization = replace(quantization, unquantized=("head",))
+                config = untied(config)
+                if config_from_hf(hf) != config:
+                    raise ConfigurationError(
+                        f"hadamard parts the head from the embedding, which {hf.get('model_type')} models never do: "
+                        "take awq+gptq or gptq"
+                    )
+        target = stored_model(config, dtype, quantization)
+        if not any(weight.scheme for weight in target.weights):
+            raise ConfigurationError("the model has no matrices to quantise")
+        job = Job(files, recipe, quantization, original, target, hf)
+        if recipe.smooth and not any(job.has_sites(i) for i in range(len(config.layers))):
+            raise ConfigurationError(
+                f"{recipe.smooth} moves factors into norms, values and feed-forwards, and this model has none that "
+                "take them: take gptq or clip"
+            )
+        return job
+
+    @property
+    def config_json(self) -> str:
+        return json.dumps(self.hf, indent=2)
+
+    def has_sites(self, layer: int) -> bool:
+        parts = layer_parts(self.target, layer)
+        return any(sites(parts, {part for part, spec in parts.specs.items() if spec.scheme}))
+
+    # ---- the run
+
+    def run(self, windows: np.ndarray, store: Store, bar: CountProgress) -> None:
+        """Quantise every layer, and then what is outside."""
+        walk = LayerwiseForward(stored_model(self.target.config, "float32", None), windows)
+        outside = self.outside_weights()
+        recorded = walk.begin(outside, [part for part in self.quantized(None) if part != "head"])
+        for layer in range(len(self.target.config.layers)):
+            if store.has(layer):
+                weights = self.read(store, layer)
+            else:
+                weights, reports = self.layer(layer, walk, store)
+                bar.note(f"layer {layer}: " + ", ".join(f"{r.part} {r.loss:.5f}" for r in reports))
+            walk.advance(layer, weights)
+            bar.advance(1)
+        if store.has(None):
+            return
+        if "head" in self.quantized(None):
+            recorded |= walk.end(outside, ["head"])
+        self.finish(None, outside, _by_part(recorded), store)
+
+    def layer(self, layer: int, walk: LayerwiseForward, store: Store) -> tuple[Weights, list[MatrixReport]]:
+        """Quantise a layer and write it. Returns its weights as they were rounded."""
+        weights = self.load(layer)
+        parts = layer_parts(self.target, layer)
+        if self.recipe.rotate:
+            weights = rotate_layer(parts, weights)
+        sums = _by_part(walk.record(layer, weights, self.quantized(layer)))
+        if self.recipe.smooth is not None:
+            scheme = self.quantization.scheme
+            weights, sums = smooth(parts, weights, sums, self.recipe.smooth, scheme, self.target.dtype)
+        return self.finish(layer, weights, sums, store)
+
+    def finish(
+        self, layer: int | None, weights: Weights, sums: Mapping[str, InputSums], store: Store
+    ) -> tuple[Weights, list[MatrixReport]]:
+        """Round a layer's weights, and write them."""
+        arrays, reports = [], []
+        for spec in _specs(self.target, layer):
+            w = weights[spec.part]
+            if spec.scheme is None:
+                arrays.append((spec, (jnp.asarray(w, spec.dtype),)))
+                continue
+            stored, report = _round(spec, layer, w, sums.get(spec.part), self.recipe)
+            arrays.append((spec, tuple(map(jnp.asarray, stored))))
+            reports.append(report)
+        store.write(arrays, reports)
+        return {spec.part: _whole(spec, values) for spec, values in arrays}, reports
+
+    # ---- weights
+
+    def quantized(self, layer: int | None) -> list[str]:
+        """The parts of a layer that are quantised; None: outside the layers."""
+        return [spec.part for spec in _specs(self.target, layer) if spec.scheme]
+
+    @cached_property
+    def items(self) -> dict[int | None, list[LoadItem]]:
+        """What to read of the checkpoint, by layer. Raises CheckpointError if it does not hold the model."""
+        source, items = self.files.source, {}
+        assert not isinstance(source, LaidOutWeights)
+        for item in plan_load(source, family_of(self.files.hf), self.original):
+            items.setdefault(item.weight.block, []).append(item)
+        return items
+
+    def load(self, layer: int | None) -> Weights:
+        """The original weights of a layer, float32."""
+        source = self.files.source
+        assert not isinstance(source, LaidOutWeights)
+        weights = {}
+        for item in self.items[layer]:
+            (weights[item.weight.part],) = load_item(source, item, self.original, Shards(), lambda _: None, [None])
+        return weights
+
+    def outside_weights(self) -> Weights:
+        """The weights outside the layers, rotated if the recipe says so; those that are not quantised as they will be
+        stored."""
+        weights = self.load(None)
+        if self.recipe.rotate:
+            specs = {spec.part: spec for spec in _specs(self.original, None)}
+            weights = rotate_outside(self.files.config, specs, weights)
+        return {
+            spec.part: weights[spec.part]
+            if spec.scheme
+            else jnp.asarray(weights[spec.part], spec.dtype).astype("float32")
+            for spec in _specs(self.target, None)
+        }
+
+    def read(self, store: Store, layer: int) -> Weights:
+        """The weights of a layer that is done."""
+        specs = _specs(self.target, layer)
+        arrays = store.read(specs)
+        return {spec.part: _whole(spec, [arrays[array.part] for array in spec.arrays]) for spec in specs}
+
+
+def _specs(model: AbstractModel, block: int | None) -> list[WeightSpec]:
+    return [weight for weight in model.weights if weight.block == block]
+
+
+def layer_parts(model: AbstractModel, layer: int) -> LayerParts:
+    return LayerParts(model.config, layer, {spec.part: spec for spec in _specs(model, layer)})
+
+
+def _by_part(recorded: Recorded) -> dict[str, InputSums]:
+    return {name: sums for names, sums in recorded.items() for name in names}
+
+
+def _whole(spec: WeightSpec, arrays: Sequence[jax.Array]) -> jax.Array:
+    """A stored weight as float32 numbers."""
+    values = [np.asarray(array).astype(np.float32) for array in arrays]
+    if spec.scheme is None:
+        return jnp.asarray(values[0])
+    shared = spec.contracting if spec.scheme.group is None else (spec.contracting[-1] + 1,)
+    return jnp.asarray((values[0] * np.expand_dims(values[1], shared)).reshape(spec.shape))
+
+
+def _round(
+    spec: WeightSpec, layer: int | None, w: jax.Array, sums: InputSums | None, recipe: Recipe
+) -> tuple[tuple[np.ndarray, np.ndarray], MatrixReport]:
+    """The arrays of a rounded weight, and what was lost."""
+    scheme, form = spec.scheme, MatrixForm.of(spec)
+    assert scheme is not None
+    count, inputs, _ = form.sizes
+    if sums is None:  # a product that nothing records
+        zeros = jnp.zeros((count, inputs))
+        sums = InputSums(jnp.zeros((count, inputs, inputs)), zeros, zeros, jnp.zeros((count,)))
+    values, scales, totals = [], [], np.zeros(3)
+    for matrix, products, tokens in zip(form.matrices(w), sums.products, np.asarray(sums.counts), strict=True):
+        h = products / max(float(tokens), 1.0)
+        if not bool(jnp.all(jnp.isfinite(h)) & jnp.all(jnp.isfinite(matrix))):
+            raise CheckpointError(
+                f"{spec.name} or its inputs on the text are not finite: the weights are damaged, or the text is not of "
+                "the model's kind"
+            )
+        rounded = round_matrix(matrix, h, scheme, form.group(scheme), recipe.rounding)
+        square = jnp.sum(matrix * jnp.matmul(h, matrix, precision=jax.lax.Precision.HIGHEST))
+        lost = [float(x) for x in (jnp.sum(rounded.losses), jnp.sum(rounded.nearest), square)]
+        totals += np.asarray(lost) * float(tokens)
+        values.append(np.asarray(rounded.values))
+        scales.append(np.asarray(rounded.scales))
+    loss, nearest, square = totals
+    counts = np.asarray(sums.counts)
+    shares = [float(max(x, 0.0) / square) if square > 0 else 0.0 for x in (loss, nearest)]
+    report = MatrixReport(layer, spec.part, *shares, tokens=int(counts.min()), idle=int(np.sum(counts == 0)))
+    return form.stored(scheme, np.stack(values), np.stack(scales)), report
+
+
+def _untied(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face config of a model whose head is not its embedding."""
+    changed = {**hf, "tie_word_embeddings": False}
+    if isinstance(hf.get("text_config"), Mapping):
+        changed["text_config"] = {**hf["text_config"], "tie_word_embeddings": False}
+    return changed

@@ -1,0 +1,57 @@
+"""What a method consists of, by the name that users write, such as "awq+gptq"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from inferlib.config import ConfigurationError, brief
+from inferlib.models.quantization import Quantization
+
+METHODS = ("nearest", "clip", "gptq", "awq", "smoothquant", "hadamard")
+_ROUNDINGS = ("nearest", "clip", "gptq")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The steps of a method, in their order.
+
+    rotate: Hadamard rotations of the residual stream and of values. smooth: factors that move between activations and
+    weights. rounding: how each matrix is rounded.
+    """
+
+    rotate: bool
+    smooth: Literal["awq", "smoothquant"] | None
+    rounding: Literal["nearest", "clip", "gptq"]
+
+    @staticmethod
+    def read(method: str, quantization: Quantization) -> Recipe:
+        """The recipe of a method's name for a quantization. Raises ConfigurationError for a name that there is not, and
+        for methods that mean nothing together or for the quantization."""
+        parts = method.split("+") if isinstance(method, str) else []
+        if unknown := [part for part in parts if part not in METHODS] or (not parts and [method]):
+            raise ConfigurationError(
+                f"no method is called {brief(unknown[0])}; methods are {', '.join(METHODS)}, and several of them with "
+                "+ between, such as awq+gptq"
+            )
+        if len(set(parts)) < len(parts):
+            raise ConfigurationError(f"method {method!r} names {max(parts, key=parts.count)} twice: name each once")
+        roundings, rotate = [part for part in parts if part in _ROUNDINGS], "hadamard" in parts
+        smooths = [part for part in ("awq", "smoothquant") if part in parts]
+        for several in (roundings, smooths):
+            if len(several) > 1:
+                raise ConfigurationError(f"method {method!r} has {' and '.join(several)}, of which a weight takes one")
+        smooth, scheme = next(iter(smooths), None), quantization.scheme
+        if rotate and not roundings:
+            raise ConfigurationError("hadamard only rotates: say how to round, such as hadamard+gptq")
+        if smooth == "smoothquant" and not scheme.rounds_tokens:
+            raise ConfigurationError(
+                f"smoothquant makes inputs easier to round, and {quantization} rounds none with a scale for each "
+                "token: take int8_a8 or fp8_a8, or the method awq"
+            )
+        if smooth == "awq" and scheme.round_inputs:
+            raise ConfigurationError(
+                f"awq makes inputs harder to round, and {quantization} rounds them: take smoothquant, gptq or clip"
+            )
+        default = "clip" if smooth == "awq" else "nearest"
+        return Recipe(rotate, smooth, next(iter(roundings), default))  # pyright: ignore[reportArgumentType]

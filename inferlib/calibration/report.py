@@ -1,0 +1,87 @@
+"""What a calibration did to each matrix, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from inferlib.tables import Part, Tables
+
+
+@dataclass(frozen=True)
+class MatrixReport:
+    """How a matrix was rounded.
+
+    layer: None outside the layers. loss, nearest: the mean square of the products' error over that of the products, as
+    rounded and if rounded to nearest. tokens: whose inputs were recorded; of experts, the fewest of one. idle: experts
+    that no token chose, whose weights alone decided.
+    """
+
+    layer: int | None
+    part: str
+    loss: float
+    nearest: float
+    tokens: int
+    idle: int = 0
+
+
+@dataclass(frozen=True)
+class CalibrationReport(Tables):
+    """The result of `calibrate`: `print` shows a table of losses by layer and part.
+
+    bits: of an element of a quantised matrix, scales included. nbytes: of all weights. tokens: that were used. seconds:
+    of this run; `matrices` has one entry for each quantised matrix.
+    """
+
+    out: Path
+    method: str
+    quantization: str
+    bits: float
+    nbytes: int
+    tokens: int
+    seconds: float
+    matrices: tuple[MatrixReport, ...]
+
+    def parts(self) -> Sequence[Part]:
+        return [self._table(), *self._lines()]
+
+    def _table(self) -> Table:
+        names = list(dict.fromkeys(matrix.part for matrix in self.matrices))
+        table = Table(
+            title="Error of each matrix's products, as a share of their square (of rounding to nearest)",
+            title_justify="left",
+            show_footer=True,
+        )
+        table.add_column("layer", footer="mean")
+        for name in names:
+            matrices = [matrix for matrix in self.matrices if matrix.part == name]
+            mean = _losses(
+                sum(matrix.loss for matrix in matrices) / len(matrices),
+                sum(matrix.nearest for matrix in matrices) / len(matrices),
+            )
+            table.add_column(name, justify="right", footer=mean)
+        for layer in dict.fromkeys(matrix.layer for matrix in self.matrices):
+            of_layer = {matrix.part: matrix for matrix in self.matrices if matrix.layer == layer}
+            cells = [_losses(of_layer[name].loss, of_layer[name].nearest) if name in of_layer else "" for name in names]
+            table.add_row("" if layer is None else str(layer), *cells)
+        return table
+
+    def _lines(self) -> Iterator[str]:
+        yield (
+            f"{self.out}: {self.method} to {self.quantization}, {self.bits:.2f} bits, {decimal(self.nbytes)} of "
+            f"weights, from {self.tokens} tokens in {self.seconds:.0f} s"
+        )
+        if idle := sum(matrix.idle for matrix in self.matrices):
+            fewest = min(matrix.tokens for matrix in self.matrices)
+            yield (
+                f"{idle} matrices of experts saw no token, and were rounded by their weights alone; the fewest tokens "
+                f"of an expert were {fewest}: give more text"
+            )
+
+
+def _losses(loss: float, nearest: float) -> str:
+    return f"{loss:.5f} ({nearest:.5f})"

@@ -1,0 +1,270 @@
+"""`calibrate` and `inferlib quantize`: what they write, how they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inferlib import LLM, TextSample, calibrate
+from inferlib.calibration.forward import LayerwiseForward
+from inferlib.calibration.job import Job
+from inferlib.calibration.store import RECORD
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import ConfigurationError
+from inferlib.model_files import ModelFiles
+from tests.helpers.cli_model import Commands, error_of, make_model
+from tests.helpers.oracle import make_checkpoint
+
+TEXTS = [" ".join(f"{n * n % 97} sheep and {n} goats" for n in range(start, start + 40)) for start in range(6)]
+DATA = TextSample(TEXTS, tokens=1024, window=128)
+PROMPT = [7, 200, 31, 4, 100, 101, 102, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def load(path: Path) -> LLM:
+    return LLM(path, dtype="float32", max_batch=1, max_len=64, progress=False)
+
+
+def arrays_of(path: Path) -> list[np.ndarray]:
+    return [np.asarray(array).astype(np.float32) for array in load(path).engine.weights]
+
+
+def test_a_calibrated_model_loads_and_loses_less_than_nearest(model, tmp_path):
+    tokenizer = ModelFiles.open(model).tokenizer
+    assert tokenizer is not None
+    tokens = tokenizer.encode(TEXTS[0])[:64]
+    original, loss = load(model).logits(tokens), {}
+    for method in ("nearest", "gptq", "awq+gptq"):
+        report = calibrate(model, tmp_path / method, data=DATA, method=method, scheme="int4", dtype="float32")
+        loss[method] = np.mean((load(tmp_path / method).logits(tokens) - original) ** 2)
+        assert len(report.matrices) == 2 * 4 + 1  # the head as well
+        assert report.bits < 6
+        assert report.tokens == 1024
+        assert "gate_up" in str(report)
+        assert all(matrix.loss <= matrix.nearest for matrix in report.matrices)
+    assert loss["gptq"] < loss["nearest"]
+    assert loss["awq+gptq"] < loss["nearest"]
+
+
+def test_nearest_writes_what_convert_and_llm_make(model, tmp_path):
+    calibrate(model, tmp_path / "out", data=DATA, method="nearest", scheme="mxfp4", dtype="float32")
+    llm = LLM(model, dtype="float32", quantization="mxfp4", max_batch=1, max_len=64, progress=False)
+    for ours, theirs in zip(arrays_of(tmp_path / "out"), llm.engine.weights, strict=True):
+        np.testing.assert_array_equal(ours, np.asarray(theirs).astype(np.float32))
+
+
+def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch):
+    """Also with a head that was parted from its embedding by a rotation."""
+    shape = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True, vocab_size=260, num_hidden_layers=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, shape / name)
+    made, begin = [], LayerwiseForward.begin
+
+    def seen(walk, outside, *rest):
+        made.append((walk, outside))
+        return begin(walk, outside, *rest)
+
+    monkeypatch.setattr(LayerwiseForward, "begin", seen)
+    calibrate(shape, tmp_path / "out", data=DATA, method="hadamard+gptq", scheme="mxfp4", dtype="float32")
+    llm, ((walk, outside),) = load(tmp_path / "out"), made
+    assert not llm.engine.model.config.tied
+    assert {w.part for w in llm.engine.model.weights if w.scheme} == {"attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"}
+    expected = walk.logits(outside)[0, :64]
+    np.testing.assert_allclose(llm.logits(walk.windows[0, :64].tolist()), expected, rtol=0, atol=1e-3 * expected.std())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"), [("int8_a8", "smoothquant+gptq"), ("mxfp8", "clip"), ("fp8_block", "hadamard+awq+gptq")]
+)
+@pytest.mark.slow
+def test_other_schemes_stay_close(model, tmp_path, scheme, method):
+    calibrate(model, tmp_path / "out", data=DATA, method=method, scheme=scheme, dtype="float32")
+    original, ours = (load(path).logits(PROMPT) for path in (model, tmp_path / "out"))
+    assert np.sqrt(np.mean((ours - original) ** 2)) < 0.1 * original.std()
+
+
+def test_experts_that_saw_no_token_are_counted(model, tmp_path):
+    shape = make_checkpoint(tmp_path / "moe", "mixtral", num_local_experts=5, num_hidden_layers=1, vocab_size=260)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, shape / name)
+    two_tokens = TextSample([TEXTS[0]], tokens=2, window=2)
+    report = calibrate(shape, tmp_path / "out", data=two_tokens, method="gptq", scheme="int4")
+    assert sum(matrix.idle for matrix in report.matrices) >= 2  # gate_up and down of at least one expert
+    assert "saw no token" in str(report)
+    assert np.all(np.isfinite(load(tmp_path / "out").logits(PROMPT)))
+
+
+# ---- interrupted runs
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(model, tmp_path, monkeypatch):
+    options: dict[str, Any] = dict(data=DATA, method="awq+gptq", scheme="int4")
+    calibrate(model, tmp_path / "whole", **options)
+    layer, calls = Job.layer, []
+
+    def stops(self, number, *rest):
+        calls.append(number)
+        if len(calls) == 2:
+            raise Interrupted
+        return layer(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "layer", stops)
+        with pytest.raises(Interrupted):
+            calibrate(model, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(FileExistsError, match="another scheme"):
+            calibrate(model, tmp_path / "out", **(options | dict[str, Any](scheme="mxfp4")))
+        report = calibrate(model, tmp_path / "out", **options)
+    assert calls == [0, 1, 1]
+    assert len(report.matrices) == 9
+    assert not (tmp_path / "out.partial").exists()
+    for ours, theirs in zip(arrays_of(tmp_path / "out"), arrays_of(tmp_path / "whole"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_a_kill_leaves_of_a_layer_is_written_anew(model, tmp_path, monkeypatch):
+    partial = tmp_path / "out.partial"
+
+    def stops(self, number, *_):
+        (partial / "weights" / "layer0000.orbax-checkpoint-tmp").mkdir(parents=True)
+        (partial / "weights" / "layer0000").mkdir()
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "layer", stops)
+        with pytest.raises(Interrupted):
+            calibrate(model, tmp_path / "out", data=DATA, method="clip")
+    calibrate(model, tmp_path / "out", data=DATA, method="clip")
+    assert np.all(np.isfinite(load(tmp_path / "out").logits(PROMPT)))
+
+
+def test_damaged_and_strange_directories_are_named(model, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "mine.txt").write_text("x")
+    with pytest.raises(FileExistsError, match=r"mine\.txt"):
+        calibrate(model, tmp_path / "out", data=DATA)
+    (partial / "mine.txt").unlink()
+    (partial / RECORD).write_text('{"layers": 3}')
+    with pytest.raises(FileExistsError, match="damaged"):
+        calibrate(model, tmp_path / "out", data=DATA)
+    shutil.rmtree(partial)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="exists"):
+        calibrate(model, tmp_path / "out", data=DATA)
+
+
+def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+        with pytest.raises(OSError, match="GB free"):
+            calibrate(model, tmp_path / "out", data=DATA, method="nearest")
+    assert not (tmp_path / "out.partial").exists()
+    with monkeypatch.context() as patch:
+
+        def full(*_):
+            raise OSError("the weights could not be written: No space left on device")
+
+        patch.setattr("inferlib.calibration.store.save_weights", full)
+        with pytest.raises(OSError, match="No space left"):
+            calibrate(model, tmp_path / "out", data=DATA, method="nearest")
+    calibrate(model, tmp_path / "out", data=DATA, method="nearest")
+    load(tmp_path / "out")
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "magic"}, "no method is called 'magic'"),
+        ({"method": 3}, "no method is called 3"),
+        ({"method": ""}, "no method"),
+        ({"method": "gptq+gptq"}, "gptq twice"),
+        ({"method": "gptq+clip"}, "takes one"),
+        ({"method": "awq+smoothquant+gptq", "scheme": "int8_a8"}, "takes one"),
+        ({"method": "hadamard"}, "say how to round"),
+        ({"method": "smoothquant"}, "take int8_a8 or fp8_a8"),
+        ({"method": "awq", "scheme": "int8_a8"}, "smoothquant"),
+        ({"scheme": "int3"}, "no quantization is called 'int3'"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"data": []}, "have 0 tokens, and 64 windows of 256 take 16384"),
+        ({"data": [3]}, "list of texts"),
+        ({"data": TextSample(["too short"], tokens=300, window=128)}, "3 windows of 128 take 384"),
+    ],
+)
+def test_wrong_options_name_the_fix_before_anything_is_written(model, tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        calibrate(model, tmp_path / "out", **{"data": DATA, **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("values", [{"tokens": 0}, {"window": 1}, {"tokens": 1.5}, {"tokens": 8, "window": 9}])
+def test_wrong_sizes_of_the_text(values):
+    with pytest.raises(ConfigurationError):
+        TextSample(TEXTS, **values)
+
+
+def test_quantised_models_and_models_without_a_tokenizer_are_refused(model, tmp_path):
+    calibrate(model, tmp_path / "out", data=DATA, method="nearest")
+    with pytest.raises(CheckpointError, match="quantised already"):
+        calibrate(tmp_path / "out", tmp_path / "again", data=DATA)
+    bare = make_checkpoint(tmp_path / "bare", "llama")
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        calibrate(bare, tmp_path / "again", data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"text": "a"}', "{}"], "line 2 is no text"),
+        (["[["], "line 1 is no text"),
+        (['{"text": 3}'], "line 1 is no text"),
+    ],
+)
+def test_lines_that_are_no_text_are_named(tmp_path, lines, words):
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigurationError, match=words):
+        TextSample(tmp_path / "data.jsonl").read()
+
+
+def test_lines_are_texts_or_objects(tmp_path):
+    (tmp_path / "data.jsonl").write_text('"a"\n\n{"text": "b", "id": 3}\n{"text": " "}\n')
+    assert TextSample(tmp_path / "data.jsonl").read() == ["a", "b"]
+
+
+def test_windows_are_spread_over_all_texts(model):
+    tokenizer = ModelFiles.open(model).tokenizer
+    assert tokenizer is not None
+    windows = TextSample(TEXTS, tokens=64, window=16).windows(tokenizer, context=8)
+    whole = [token for text in TEXTS for token in tokenizer.encode(text)]
+    assert windows.shape == (8, 8)
+    assert windows[0].tolist() == whole[:8]
+    assert windows[-1].tolist() == whole[-8:]
+
+
+def test_the_command_writes_a_model_and_prints_the_losses(model, tmp_path):
+    commands, data = Commands(model), tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = ["quantize", model, tmp_path / "out", "--data", data, "--tokens", "256", "--window", "64"]
+    result = commands(*words, "--method", "gptq", "--scheme", "mxfp4")
+    assert result.exit_code == 0, result.output
+    assert "gptq to mxfp4" in result.stdout
+    assert load(tmp_path / "out").engine.model.weights
+    assert "exists" in error_of(commands(*words))
+    assert "tokens, and" in error_of(commands(*words[:2], tmp_path / "other", *words[3:5], "--tokens", "1000000"))

@@ -1,0 +1,115 @@
+"""Rotated and smoothed models compute what the original does, before anything is rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inferlib.calibration.job import layer_parts
+from inferlib.calibration.rotation import rotate_layer, rotation
+from inferlib.calibration.smoothing import smooth
+from inferlib.config import ConfigurationError
+from inferlib.ops.quantized import SCHEMES
+from tests.helpers.calibration import job_of, logits_of
+from tests.helpers.oracle import make_checkpoint, reference_logits
+
+WINDOWS = np.random.default_rng(0).integers(4, 120, (4, 24)).astype(np.int32)
+TOLERANCE = 2e-4  # of the logits' standard deviation
+_TWO = {"num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("size", [1, 2, 12, 24, 64, 144, 576, 1536])
+def test_rotations_are_hadamard_matrices(size):
+    turn = rotation(size)
+    np.testing.assert_allclose(turn @ turn.T, np.eye(size), atol=1e-12)
+    np.testing.assert_allclose(np.abs(turn), size**-0.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [7, 22])
+def test_sizes_without_a_hadamard_matrix_have_another_rotation(size):
+    turn = rotation(size)
+    np.testing.assert_allclose(turn @ turn.T, np.eye(size), atol=1e-12)
+    assert np.abs(turn).max() < 1
+
+
+def equals_reference(path, logits: np.ndarray) -> None:
+    for window, ours in zip(WINDOWS, logits, strict=True):
+        expected = reference_logits(path, window)
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE * expected.std())
+
+
+FAMILIES = {
+    "llama": ("llama", _TWO),
+    "tied": ("llama", _TWO | {"tie_word_embeddings": True}),
+    "biases": ("llama", _TWO | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("qwen3", _TWO),
+    "mixtral": ("mixtral", _TWO),
+    "qwen2_moe": ("qwen2_moe", _TWO),
+    "deepseek_v3": ("deepseek_v3", _TWO),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
+    "qwen3_next": ("qwen3_next", {}),
+    "gemma": ("gemma", _TWO),
+}
+ROTATED = ("llama", "tied", "biases", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "qwen3_next")
+FAST = ("tied", "qwen2_moe")
+SMOOTHED = {
+    **FAMILIES,
+    "gemma2": ("gemma2", _TWO),
+    "gemma3n": ("gemma3n_text", {}),
+    "cohere2": ("cohere2", _TWO),
+    "gpt2": ("gpt2", {}),
+    "gpt_oss": ("gpt_oss", _TWO),
+    "phi3": ("phi3", _TWO),
+    "lfm2": ("lfm2", {}),
+    "kimi_linear": ("kimi_linear", {}),
+}
+
+
+def cases(names, fast=FAST):
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", cases(ROTATED))
+def test_a_rotated_model_equals_the_original(name, tmp_path):
+    family, options = FAMILIES[name]
+    path = make_checkpoint(tmp_path, family, **options)
+    job = job_of(path, "hadamard+gptq", "int4")
+    assert not job.target.config.tied
+
+    def rotated(layer, _):
+        weights = rotate_layer(layer_parts(job.target, layer), job.load(layer))
+        assert np.ptp(weights["pre_attn_norm"]) == 0  # folded into what reads it
+        return weights
+
+    equals_reference(path, logits_of(job, WINDOWS, rotated))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere2", "gemma3n", "gpt2"])
+def test_a_residual_that_cannot_be_rotated_is_an_error(name, tmp_path):
+    family, options = SMOOTHED[name]
+    path = make_checkpoint(tmp_path, family, **options)
+    with pytest.raises(ConfigurationError, match="hadamard"):
+        job_of(path, "hadamard+gptq", "int4")
+
+
+@pytest.mark.parametrize("name", cases(SMOOTHED, ("biases", "gemma2")))
+@pytest.mark.parametrize("kind", ["awq", "smoothquant"])
+def test_a_smoothed_model_equals_the_original(name, kind, tmp_path):
+    """As do models of the other families, whose layers have fewer places that take factors, or none."""
+    family, options = SMOOTHED[name]
+    path = make_checkpoint(tmp_path, family, **options)
+    job, changed = job_of(path, "nearest", "int8"), []
+
+    def smoothed(layer, walk):
+        weights, parts = job.load(layer), layer_parts(job.target, layer)
+        recorded = walk.record(layer, weights, job.quantized(layer))
+        sums = {name: sums for names, sums in recorded.items() for name in names}
+        assert set(sums) == set(job.quantized(layer))  # every product is recorded
+        new, _ = smooth(parts, weights, sums, kind, SCHEMES["int4"], np.dtype("float32"))
+        changed.extend(name for name in new if not np.array_equal(new[name], weights[name]))
+        return new
+
+    equals_reference(path, logits_of(job, WINDOWS, smoothed))
+    if name in FAMILIES:
+        assert {"pre_attn_norm", "mlp.down"} <= set(changed) or name not in ("llama", "tied", "biases", "qwen3")
+        assert "pre_attn_norm" in changed
