@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument(
-        "--speculation", default=["ngram:7"], nargs="+", help="such as ngram:7 or draft:NAME:3; several are compared"
+        "--speculation", default=["ngram:7"], nargs="+", help="such as ngram:7 or eagle3:DIR:4; several are compared"
     )
     parser.add_argument("--batch", default="1,2", help="requests at a time")
     parser.add_argument("--temperature", default="0,0.8")

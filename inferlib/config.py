@@ -445,6 +445,11 @@ class EngineConfig:
                 "speculation does not work where a row's positions are split over devices: leave it out, or leave cp "
                 "out of parallel"
             )
+        if self.speculation.by_model and self.adapters is not None:
+            raise ConfigurationError(
+                f"{self.speculation} drafts for the model without adapters, so few of its drafts would stand: leave "
+                "adapters out, or draft by ngram"
+            )
         if self.speculation.tokens >= self.row_tokens:
             raise ConfigurationError(
                 f"speculation of {self.speculation.tokens} tokens takes prefill buckets of more, and the largest has "
@@ -634,9 +639,9 @@ class EngineOptions:
         that fill the cache: steps take no more prompt tokens than they have time for. Steps are timed at the start, and
         for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
     speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
-        by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary;
-        or a `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers
-        without recurrent states. By default off.
+        by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary,
+        "eagle3:DIRECTORY:3" by an EAGLE-3 head; or a `Speculation`. Where that pays is measured while requests run. It
+        takes programs of its own, and layers without recurrent states. By default off.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.

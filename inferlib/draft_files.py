@@ -1,16 +1,22 @@
-"""The files of a model that drafts for another one."""
+"""The files of a model or head that drafts for another model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 
+from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import EngineConfig
 from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import AbstractHead, abstract_head
 from inferlib.models.quantization import Quantization
 from inferlib.programs.program_set import ProgramSet
+from inferlib.speculation.eagle3 import Eagle3Drafter
 from inferlib.speculation.settings import Speculation
 from inferlib.tokenizer import Tokenizer
 
@@ -23,17 +29,12 @@ class DraftFiles:
     quantization: Quantization | None
 
     @staticmethod
-    def open(
-        speculation: Speculation | None, target: ModelFiles, quantization: str | None, *, progress: bool = False
-    ) -> DraftFiles | None:
-        """The files of the model that drafts for a target, None if none does.
+    def open(model: str, target: ModelFiles, quantization: str | None, *, progress: bool = False) -> DraftFiles:
+        """The files of a model that drafts for a target.
 
-        quantization: as the target's is wanted; what is stored quantised stays as it is. Raises CheckpointError, and
-        ConfigurationError for a model that cannot draft for this target.
+        quantization: as the target's is wanted; what is stored quantised stays as it is. Raises CheckpointError.
         """
-        if speculation is None or speculation.model is None:
-            return None
-        files = ModelFiles.open(speculation.model, progress=progress)
+        files = ModelFiles.open(model, progress=progress)
         check_tokenizers(files.tokenizer, target.tokenizer)
         return DraftFiles(files, files.quantization(None) or files.quantization(quantization))
 
@@ -41,12 +42,51 @@ class DraftFiles:
     def config(self) -> ModelConfig:
         return self.files.config
 
+    def describe(self, dtype: str, config: EngineConfig) -> AbstractModel:
+        """The model as programs of this engine take it."""
+        options: dict[str, Any] = dict(backend=config.backend, scan=config.scan, shards=config.shards)
+        return abstract_model(self.config, dtype, quantization=self.quantization, **options)
+
     def load(self, programs: ProgramSet, *, progress: bool = False) -> tuple[jax.Array, ...]:
         """The weights, which programs take behind the target's."""
         assert programs.drafter is not None
         formats = programs.formats[len(programs.model.specs) :]
         shards = programs.config.shards
         return self.files.load(programs.drafter.model, shards=shards, formats=formats, progress=progress)
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """An opened EAGLE-3 head."""
+
+    files: Eagle3Files
+
+    config: ClassVar[None] = None  # it is of its target alone
+    quantization: ClassVar[None] = None
+
+    def describe(self, dtype: str, config: EngineConfig) -> AbstractHead:
+        """The head as programs of this engine take it."""
+        return abstract_head(self.files.config, dtype, shards=config.shards)
+
+    def load(self, programs: ProgramSet, *, progress: bool = False) -> tuple[jax.Array, ...]:
+        """The weights, which programs take behind the target's."""
+        assert isinstance(programs.drafter, Eagle3Drafter)
+        formats = programs.formats[len(programs.model.specs) :]
+        return self.files.load(programs.drafter.head, shards=programs.config.shards, formats=formats)
+
+
+def open_draft(
+    speculation: Speculation | None, target: ModelFiles, quantization: str | None, *, progress: bool = False
+) -> DraftFiles | HeadFiles | None:
+    """The files of what drafts for a target, None if no model does. quantization: see `DraftFiles.open`.
+
+    Raises CheckpointError or ConfigError, for a head of another model too.
+    """
+    if speculation is None or speculation.model is None:
+        return None
+    if speculation.method == "eagle3":
+        return HeadFiles(Eagle3Files.open(speculation.model, target.config))
+    return DraftFiles.open(str(speculation.model), target, quantization, progress=progress)
 
 
 def check_tokenizers(draft: Tokenizer | None, target: Tokenizer | None) -> None:

@@ -62,7 +62,7 @@ class StepBatch(NamedTuple):
     @staticmethod
     def of_rows(tokens: jax.Array, lengths: jax.Array, counts: jax.Array | None = None) -> StepBatch:
         """A batch of decode rows, tokens [B] or [B, N]."""
-        none, tokens = jnp.zeros((0,), jnp.int32), tokens.reshape(lengths.size, -1)
+        none, tokens = jnp.zeros((0,), jnp.int32), tokens[:, None] if tokens.ndim == 1 else tokens
         return StepBatch(none.reshape(0, 0), none, none, none, tokens, lengths, counts)
 
 

@@ -20,7 +20,7 @@ from inferlib.aot.child import Answer, serve
 from inferlib.aot.compile import CompileError
 from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
-from inferlib.draft_files import DraftFiles
+from inferlib.draft_files import open_draft
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.model_files import ModelFiles
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
@@ -113,7 +113,7 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
         speculation, files = programs.config.speculation, ModelFiles.open(model)
         formats = programs.formats[: len(programs.model.specs)]
         files.load(programs.model, shards=programs.config.shards, formats=formats)
-        if draft := DraftFiles.open(speculation, files, None):
+        if draft := open_draft(speculation, files, None):
             draft.load(programs)
         programs.plan.allocate(programs.config.shards)
         programs.plan.allocate_snapshots(programs.config.shards)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from einops import rearrange
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.assemble import LoadItem, layer_assembly, top_assembly
 from inferlib.checkpoint.load import load_item
@@ -71,9 +74,15 @@ class Eagle3Files:
             )
         return Eagle3Files(directory, config, source, prefix)
 
-    def load(self, head: AbstractHead, *, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
-        """The weights in the order of `head.model.specs`, on their devices. Raises CheckpointError for tensors that are
-        missing, of another shape, or that no head has."""
+    def load(
+        self,
+        head: AbstractHead,
+        *,
+        shards: Shards = Shards(),  # noqa: B008
+        formats: Sequence[Format | NamedSharding | None] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """The weights in the order of `head.model.specs`, on their devices; formats: see `load_weights`. Raises
+        CheckpointError for tensors that are missing, of another shape, or that no head has."""
         items, model = [_item(head, weight, self.prefix) for weight in head.model.weights], head.model
         identity = "d2t" not in set(self.source.names())
         if identity and self.config.model.vocab != self.config.target_vocab:
@@ -85,9 +94,10 @@ class Eagle3Files:
             zeros = (Piece("d2t", (self.config.model.vocab,), values=(0.0,) * self.config.model.vocab),)
             items = [replace(item, pieces=(zeros,)) if item.weight.part == "d2t" else item for item in items]
         self._check(items)
-        arrays = []
+        arrays, rest = [], iter(formats or [None] * len(model.specs))
         for item in items:
-            arrays += load_item(self.source, item, model, shards, lambda _: None, (None,) * len(item.weight.arrays))
+            of_item = tuple(islice(rest, len(item.weight.arrays)))
+            arrays += load_item(self.source, item, model, shards, lambda _: None, of_item)
         return tuple(arrays)
 
     def _check(self, items: Sequence[LoadItem]) -> None:

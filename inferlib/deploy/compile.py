@@ -192,6 +192,11 @@ def _draft(target: ModelSource, speculation: str | None) -> ModelSource | None:
     chosen = speculation_option(speculation)
     if chosen is None or chosen.model is None:
         return None
+    if chosen.method == "eagle3":
+        raise ConfigurationError(
+            "programs with an EAGLE-3 head are not compiled ahead of time: LLM(speculation=...) compiles them when it "
+            "starts; give no speculation here, or one by ngram or draft"
+        )
     draft = model_source(chosen.model)
     if target.files is not None:
         if draft.files is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
+from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.config import (
     DTYPES,
     Buckets,
@@ -25,6 +26,7 @@ from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import abstract_head
 from inferlib.models.quantization import Quantization
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
@@ -105,9 +107,12 @@ def explain(
 def _draft(
     target: ModelConfig, speculation: Speculation | None, max_len: int, quantization: str | None
 ) -> Mapping[str, AbstractModel]:
-    """The model that drafts, by the dtype it is loaded as; empty if none does."""
+    """The model or head that drafts, by the dtype it is loaded as; empty if none does."""
     if speculation is None or speculation.model is None:
         return {}
+    if speculation.method == "eagle3":
+        head = Eagle3Files.open(speculation.model, target).config
+        return {dtype: abstract_head(head, dtype).model for dtype in DTYPES}
     source = model_source(speculation.model)
     check_draft(source.config, target, max_len)
     stored = source.quantization(None) or source.quantization(quantization)

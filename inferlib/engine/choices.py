@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import jax
 
 from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype, speculation_option
-from inferlib.draft_files import DraftFiles
+from inferlib.draft_files import DraftFiles, HeadFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import AbstractHead
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.program_set import ProgramSet
@@ -70,7 +70,7 @@ class Choices:
     parallel: Parallelism | None
     placement: ExpertPlacement | None
     engine: EngineOptions
-    draft: DraftFiles | None = None
+    draft: DraftFiles | HeadFiles | None = None
 
     @staticmethod
     def read(
@@ -92,7 +92,7 @@ class Choices:
         if parallel is not None:
             parallel = Parallelism.read(parallel)
         speculation = speculation_option(engine.speculation)
-        draft = DraftFiles.open(speculation, files, quantization, progress=progress)
+        draft = open_draft(speculation, files, quantization, progress=progress)
         return Choices(dtype, stored, parallel, placement, engine, draft)
 
     @property
@@ -103,7 +103,9 @@ class Choices:
         """Settings that all processes must share, by name."""
         settings = {field.name: getattr(self.engine, field.name) for field in fields(EngineOptions)}
         settings |= {"dtype": self.dtype, "quantization": self.quantization, "parallel": self.parallel}
-        settings |= {"draft": None if self.draft is None else (self.draft.config, self.draft.quantization)}
+        draft = self.draft
+        settings |= {"draft": draft.files.config if isinstance(draft, HeadFiles) else draft and draft.config}
+        settings |= {"draft_quantization": draft and draft.quantization}
         return settings | {"expert_placement": self.placement}
 
     def compiled(self) -> dict[str, Any]:
@@ -127,11 +129,19 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
 
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)
-    describe = partial(abstract_model, dtype=dtype, backend=config.backend, scan=config.scan, shards=shards)
-    slots: dict[str, Any] = dict(expert_slots=choices.expert_slots, adapters=config.adapters)
-    abstract = describe(model, quantization=choices.quantization, **slots)
-    drafting = None if draft is None else describe(draft.config, quantization=draft.quantization)
-    config = with_memory(choices.engine, resolve, abstract, this_memory, drafting)
+    abstract = abstract_model(
+        model,
+        dtype,
+        quantization=choices.quantization,
+        backend=config.backend,
+        scan=config.scan,
+        shards=shards,
+        expert_slots=choices.expert_slots,
+        adapters=config.adapters,
+    )
+    drafting = None if draft is None else draft.describe(dtype, config)
+    of_drafts = drafting.model if isinstance(drafting, AbstractHead) else drafting
+    config = with_memory(choices.engine, resolve, abstract, this_memory, of_drafts)
     programs = ProgramSet.make(abstract, config, drafting=drafting)
     programs.choose_layouts()
     return programs

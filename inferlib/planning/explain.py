@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
-
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
@@ -22,7 +20,8 @@ from inferlib.planning.collectives import Collective, Placement, Step
 from inferlib.planning.experts import expert_bytes
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
-from inferlib.programs.row_state import RowState, state_axes
+from inferlib.programs.program_set import ProgramSet
+from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.speculation.drafter import ModelDrafter
@@ -76,9 +75,8 @@ def explain(
     """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs, in which
     a model that drafts may have a part."""
     place = partial(_place, config.shards)
-    history = 0 if config.speculation is None else plan.max_len
-    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns, history))
-    fields = zip(RowState._fields, state_axes(history=bool(history), adapters=False), state, strict=True)
+    programs = ProgramSet(model, plan, config, drafter=drafter)
+    fields = zip(RowState._fields, programs.state_axes, programs.state, strict=True)
     return Explanation(
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),

@@ -70,8 +70,12 @@ class Demand:
     def state(self) -> int:
         counts = (self.config.max_batch, self.model.layout.vocab)
         local = self.config.shards.local_shape((axes.ROWS, axes.VOCAB), counts)
-        history = 0 if self.config.speculation is None else self.config.rows * self.config.max_len
-        return 4 * (math.prod(local) + history)
+        speculation, rows = self.config.speculation, self.config.rows
+        history = 0 if speculation is None else rows * self.config.max_len
+        features = 0
+        if speculation is not None and speculation.method == "eagle3" and self.drafting is not None:
+            features = nbytes((rows, 1 + speculation.tokens, self.drafting.config.dim), self.drafting.dtype)
+        return 4 * (math.prod(local) + history) + features
 
     def message(self, doing: str, capacity: int, *, host: bool) -> str:
         """One line. capacity: bytes of the memory that is exhausted. host: it is the host's."""

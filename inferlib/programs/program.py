@@ -44,7 +44,7 @@ from inferlib.sampling.sampler import (
     unpack,
 )
 from inferlib.sharding import axes
-from inferlib.speculation.drafter import Caches, DraftRows, DraftTools, ModelDrafter
+from inferlib.speculation.drafter import Caches, DraftRows, DraftTools, Followed, ModelDrafter, Pending
 from inferlib.speculation.settings import Speculation
 
 Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
@@ -199,7 +199,7 @@ def build(
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
-    state = map_state(spec, config_axes(config))
+    state = map_state(spec, config_axes(config, drafter))
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade else more
     tally = config.speculation is not None and not key.chunks and not key.part
@@ -221,9 +221,10 @@ def build(
     )
 
 
-def config_axes(config: EngineConfig) -> Any:
+def config_axes(config: EngineConfig, drafter: ModelDrafter | None = None) -> Any:
     """The logical axes of the rows' state that programs of a config take."""
-    return state_axes(history=config.speculation is not None, adapters=config.adapters is not None)
+    features = drafter is not None and bool(drafter.feature_layers)
+    return state_axes(history=config.speculation is not None, adapters=config.adapters is not None, features=features)
 
 
 def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
@@ -291,6 +292,18 @@ class _Step(NamedTuple):
     tally: Tally | None = None
 
 
+class _Pass(NamedTuple):
+    """A pass of the model. hidden [T, D]; decoder: for its head; load: of experts, if that is counted; features
+    [T, N, D]: if a model that drafts reads some."""
+
+    hidden: jax.Array
+    decoder: Decoder
+    cache: tuple[jax.Array, ...]
+    mailboxes: Mailboxes | None
+    load: jax.Array | None
+    features: jax.Array | None
+
+
 @dataclass(frozen=True)
 class _Maker:
     model: AbstractModel
@@ -307,25 +320,31 @@ class _Maker:
         """Whether any row of any replica, [..., R] -> [...]; the replicas stay in step."""
         return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.feature_layers
+
     def mailboxes(self) -> Mailboxes | None:
         """State of the fused all-reduce, if decode steps take it. It is opened once; each step passes it on."""
-        if not fuses_all_reduce(self.model, self.config, self.key):
+        if self.feature_layers or not fuses_all_reduce(self.model, self.config, self.key):
             return None
         axis = self.config.shards.only_axis
         assert axis is not None  # `fuses_all_reduce` needs one
         return open_mailboxes(self.key.decoded, self.model.config.dim, axis)
 
     def run(self, weights, cache, batch: StepBatch, rows: RowState, counted, mailboxes=None, prefixes=None):
-        """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'
-        load from the `counted` tokens [T]. rows: those of the batch, with the pages of all."""
+        """A pass of the model over a batch. rows: those of the batch, with the pages of all. counted [T]: tokens whose
+        choices of experts are counted, if any are."""
         decoder, config = self.model.merge(weights[: len(self.model.specs)]), self.config
         ctx = self.context(self.model.config, config.backend, rows.pages, batch)
         counted = counted if config.expert_load else None
-        ctx = replace(ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter)
+        ctx = replace(
+            ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
+        )
         caches, of_drafts = self.split(cache)
-        hidden, caches, mailboxes, load, _ = decoder(ctx, caches, mailboxes)
-        cache = self.plan.flatten(caches + of_drafts)
-        return hidden, decoder, cache, mailboxes, None if load is None else load[None, None]
+        hidden, caches, mailboxes, load, features = decoder(ctx, caches, mailboxes)
+        cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
+        return _Pass(hidden, decoder, cache, mailboxes, load, features)
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""
@@ -339,9 +358,10 @@ class _Maker:
 
     def tools(self, drafter: ModelDrafter, weights, rows: RowState) -> DraftTools:
         """What a model that drafts needs, for rows of this state."""
-        model = drafter.model
+        model, count = drafter.model, len(self.model.specs)
         context = partial(self.context, model.config, drafter.backend, rows.pages)
-        return DraftTools(model.merge(weights[len(self.model.specs) :]), context, partial(self.drafted, rows))
+        modules = model.module(weights[count:]), self.model.merge(weights[:count])
+        return DraftTools(*modules, context, partial(self.drafted, rows), rows.counts.shape[1])
 
     def drafted(self, rows: RowState, logits: jax.Array, ahead: jax.Array | int) -> jax.Array:
         """The token that each row would choose by these logits, so many tokens behind its next one."""
@@ -350,13 +370,29 @@ class _Maker:
         params, number = unpack(rows.ints, rows.floats), rows.generated + ahead
         return sample(logits, params, rows.counts, number, mode="sample", vocabulary=self.vocabulary).token
 
-    def followed(self, weights, cache, state: RowState, batch: StepBatch):
-        """The cache after a step that drafts nothing, as a model that drafts leaves it."""
+    def followed(self, weights, ran: _Pass, state: RowState, batch: StepBatch, chunk: ChunkInput | None):
+        """The cache and the state after a step that drafts nothing, as a model that drafts leaves them."""
         if self.drafter is None:
-            return cache
-        caches, of_drafts = self.split(cache)
-        of_drafts = self.drafter.follow(self.tools(self.drafter, weights, state), of_drafts, batch)
-        return self.plan.flatten(caches + of_drafts)
+            return ran.cache, state
+        rows, following = state.head(self.key.rows), jnp.zeros((0, 0), jnp.int32)
+        info = {} if chunk is None else dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
+        if chunk is not None:
+            following = following_tokens(chunk, info)
+        caches, of_drafts = self.split(ran.cache)
+        step = Followed(batch, following, self.draft_rows(rows), ran.features)
+        after = self.drafter.follow(self.tools(self.drafter, weights, state), of_drafts, step)
+        if after.rows is not None and after.ends is not None:
+            state = state.with_head(rows._replace(**after.rows._asdict()))
+            if chunk is not None:
+                at = jnp.where(info["last"] != 0, info["row"], state.token.size)
+                state = state.with_pending(at, after.ends, info["start"] + info["length"] - 1)
+        return self.plan.flatten(caches + after.caches), state
+
+    def draft_rows(self, rows: RowState) -> DraftRows:
+        """Rows as a model that drafts takes them."""
+        assert rows.history is not None
+        pending = None if rows.features is None or rows.first is None else Pending(rows.features, rows.first)
+        return DraftRows(rows.history, rows.length, jnp.where(rows.active, rows.budget, 0), pending)
 
     def proposed(self, speculation: Speculation, weights, cache, rows: RowState):
         """The cache, and the drafts of each row: as many as the key has, or one to see whether it would stand."""
@@ -365,9 +401,17 @@ class _Maker:
         if self.drafter is None:
             return cache, speculation.drafter.propose(rows.history, rows.length + 1, count)
         caches, of_drafts = self.split(cache)
-        wanted = DraftRows(rows.history, rows.length, jnp.where(rows.active, rows.budget, 0))
-        of_drafts, drafts = self.drafter.propose(self.tools(self.drafter, weights, rows), of_drafts, wanted, count)
+        tools = self.tools(self.drafter, weights, rows)
+        of_drafts, drafts = self.drafter.propose(tools, of_drafts, self.draft_rows(rows), count)
         return self.plan.flatten(caches + of_drafts), drafts
+
+    def stored(self, weights, ran: _Pass, rows: RowState, counts: jax.Array) -> RowState:
+        """The rows with the features of a decode step's tokens, of which `counts` [B] count, as pending."""
+        if self.drafter is None or ran.features is None or rows.features is None:
+            return rows
+        fused = self.drafter.fused(self.tools(self.drafter, weights, rows), ran.features)
+        fused = hidden_of_tokens(fused, counts)
+        return rows._replace(features=rows.features.at[:, : fused.shape[1]].set(fused), first=rows.length)
 
     def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
         return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
@@ -412,40 +456,40 @@ class _Maker:
         return lax.cond(self.any_row(rows.active), self.advance, lambda rows, _: (rows, nothing), rows, logits)
 
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
-        """The cache, logits [B, V] of the next token of each row, the mailboxes and the experts' load."""
-        batch = rows_batch(rows)
+        """A pass over each row's last token, and logits [B, V] of the next one."""
         more = rows, self.counted_rows(rows), mailboxes, shared
-        hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
-        return cache, self.logits(decoder, hidden), mailboxes, load
+        ran = self.run(weights, cache, rows_batch(rows), *more)
+        return ran, self.logits(ran.decoder, ran.hidden)
 
     def draft_logits(self, weights, cache, rows: RowState, drafts: jax.Array, mailboxes: Mailboxes | None):
-        """The same with logits [B, C, V] after each row's last token and after each of its drafts [B, C - 1]."""
+        """A pass over each row's last token and its drafts [B, C - 1], as many as [B] count, and logits [B, C, V]
+        behind them; and their number."""
         batch, counts = verification_batch(rows, drafts, self.model.config.vocab)
         counted = (batch.decode_positions >= 0) & self.counted_rows(rows)[:, None]
-        more = rows, counted.reshape(-1), mailboxes
-        hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
-        hidden = hidden_of_tokens(hidden, counts)
-        logits = self.logits(decoder, hidden.reshape(-1, hidden.shape[-1]))
-        return cache, logits.reshape(*hidden.shape[:2], -1), mailboxes, load
+        ran = self.run(weights, cache, batch, rows, counted.reshape(-1), mailboxes)
+        hidden = hidden_of_tokens(ran.hidden, counts)
+        logits = self.logits(ran.decoder, hidden.reshape(-1, hidden.shape[-1]))
+        return ran, logits.reshape(*hidden.shape[:2], -1), counts
 
     def decode_step(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, the rows after a step, the mailboxes, and what the step adds to the output."""
         if self.config.speculation is not None:
             return self.verified(self.config.speculation, weights, cache, rows, mailboxes, shared)
-        cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
+        ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
         rows, sampled = self.advance(rows, logits)
-        return cache, rows, mailboxes, _Step(sampled, load)
+        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load)
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
         """`decode_step` with drafts. Without, a draft is made to see whether it would stand."""
         cache, drafts = self.proposed(speculation, weights, cache, rows)
         if self.key.drafts:
-            cache, logits, mailboxes, load = self.draft_logits(weights, cache, rows, drafts, mailboxes)
+            ran, logits, counts = self.draft_logits(weights, cache, rows, drafts, mailboxes)
         else:
-            cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
-            logits = logits[:, None]
+            ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
+            logits, counts = logits[:, None], rows.active.astype(jnp.int32)
+        rows = self.stored(weights, ran, rows, counts)
         rows, sampled, tally = accepted(self.advance_any, rows, logits, drafts)
-        return cache, rows, mailboxes, _Step(sampled, load, tally)
+        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
@@ -514,9 +558,9 @@ class _Maker:
         rows = state.head(key.rows)
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if chunk is None:
-            cache, logits, _, load = self.row_logits(weights, cache, rows, self.mailboxes())
-            cache = self.followed(weights, cache, state, rows_batch(rows))
-            return cache, state, output._replace(load=load, logits=Logits(None, logits))
+            ran, logits = self.row_logits(weights, cache, rows, self.mailboxes())
+            cache, state = self.followed(weights, ran, state, rows_batch(rows), None)
+            return cache, state, output._replace(load=ran.load, logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         stripe = self.config.shards.stripe(axes.TOKENS)
         tokens = stripe.take(chunk.tokens, dim=1)
@@ -524,8 +568,9 @@ class _Maker:
         batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token[:, None], live)
         prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
-        hidden, decoder, cache, _, load = self.run(weights, cache, batch, state, counted)
-        cache, split = self.followed(weights, cache, state, batch), tokens.size
+        ran = self.run(weights, cache, batch, state, counted)
+        cache, state = self.followed(weights, ran, state, batch, chunk)
+        hidden, decoder, load, split = ran.hidden, ran.decoder, ran.load, tokens.size
         if key.mode == "embed":
             pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
             return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load)
@@ -536,9 +581,7 @@ class _Maker:
         if key.detail:
             every = self.logits(decoder, hidden[:split])
             if key.detail == "logprobs":
-                # A chunk that is not full ends its prompt: nothing follows.
-                following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
-                following = stripe.take(following, dim=1)
+                following = stripe.take(following_tokens(chunk, info), dim=1)
                 every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
             shape = (*tokens.shape, 1)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
@@ -604,14 +647,20 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "adapter"))
+        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first"))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
-        new = new._replace(counts=counts, pages=state.pages, history=state.history, adapter=state.adapter)
+        new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts})
         at = jnp.arange(chunk.tokens.shape[1])
         positions = jnp.where(at < info["length"][:, None], info["start"][:, None] + at, self.plan.max_len)
         new = new.with_tokens(info["row"][:, None], positions, chunk.tokens)
         return new.with_tokens(rows, info["start"] + info["length"], sampled.token), sampled
+
+
+def following_tokens(chunk: ChunkInput, info: dict) -> jax.Array:
+    """[P, C] the token behind each token of the chunks, -1 behind a prompt."""
+    last = jnp.arange(chunk.tokens.shape[1]) == info["length"][:, None] - 1
+    return jnp.where(last, info["next"][:, None], jnp.roll(chunk.tokens, -1, axis=1))
 
 
 def rows_batch(rows: RowState) -> StepBatch:

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
+from inferlib.models.eagle3 import AbstractHead
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
@@ -68,6 +69,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
 from inferlib.speculation.draft_model import DraftModel
 from inferlib.speculation.drafter import ModelDrafter
+from inferlib.speculation.eagle3 import Eagle3Drafter
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +110,15 @@ class ProgramSet:
         model: AbstractModel,
         config: EngineConfig,
         layouts: Sequence[Layout] | None = None,
-        drafting: AbstractModel | None = None,
+        drafting: AbstractModel | AbstractHead | None = None,
     ) -> ProgramSet:
         """The programs and the cache of an engine. Raises ConfigurationError for arrays that programs cannot take.
 
         Warns of kernels of `config.backend` that cannot run their part of the model, in place of which XLA's form runs.
-        drafting: the model that drafts, if `config.speculation` has one.
+        drafting: the model or head that drafts, if `config.speculation` has one.
         """
-        for one in (model, drafting):
+        of_drafts = drafting.model if isinstance(drafting, AbstractHead) else drafting
+        for one in (model, of_drafts):
             if one is not None:
                 check_packed(one, config, on_devices=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
@@ -126,7 +129,7 @@ class ProgramSet:
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
             pool=config.pool,
-            drafting=drafting,
+            drafting=of_drafts,
         )
         drafter = None if drafting is None else _drafter(drafting, config, plan)
         choices = Choices.of(config, model, plan)
@@ -284,26 +287,28 @@ class ProgramSet:
 
     def allocate_state(self) -> RowState:
         """The state of rows that are all free."""
-        place = map_state(self.config.shards.sharding, self._state_axes)
+        place = map_state(self.config.shards.sharding, self.state_axes)
         return run(RowState.zeros, self._state_sizes, place=place)
 
     @property
-    def _state_sizes(self) -> tuple[int, ...]:
-        sizes = self.config.max_batch, self.model.layout.vocab, self.plan.columns
-        history = 0 if self.config.speculation is None else self.plan.max_len
-        if self.config.adapters is not None:
-            return *sizes, history, True
-        return (*sizes, history) if history else sizes
+    def _state_sizes(self) -> tuple[Any, ...]:
+        config, drafter, features = self.config, self.drafter, None
+        history = 0 if config.speculation is None else self.plan.max_len
+        if config.speculation is not None and drafter is not None and drafter.feature_layers:
+            features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
+        sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
+        return (*sizes, history, config.adapters is not None, features)
 
     @property
-    def _state_axes(self) -> Any:
-        return config_axes(self.config)
+    def state_axes(self) -> Any:
+        """The logical axes of the state's fields."""
+        return config_axes(self.config, self.drafter)
 
     @property
     def state(self) -> RowState:
         """The state as shapes."""
         state = jax.eval_shape(partial(RowState.zeros, *self._state_sizes))
-        return map_state(lambda names, x: self._struct(x.shape, x.dtype, names), self._state_axes, state)
+        return map_state(lambda names, x: self._struct(x.shape, x.dtype, names), self.state_axes, state)
 
     def _struct(self, shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> Any:
         """A ShapeDtypeStruct in an array's place."""
@@ -314,25 +319,25 @@ class ProgramSet:
     @cached_property
     def _give_pages(self) -> Callable:
         shards, table = self.config.shards, self.state.pages
-        place = shards.sharding(self._state_axes.pages)
+        place = shards.sharding(self.state_axes.pages)
         return prepared(give_pages, (shards,), table, self._changes(Grant), place=place)
 
     @cached_property
     def _set_counts(self) -> Callable:
         shards, counts = self.config.shards, self.state.counts
-        place = shards.sharding(self._state_axes.counts)
+        place = shards.sharding(self.state_axes.counts)
         return prepared(set_counts, (shards,), counts, self._changes(Count), place=place)
 
     @cached_property
     def _set_history(self) -> Callable:
         shards, history = self.config.shards, self.state.history
-        place = shards.sharding(self._state_axes.history)
+        place = shards.sharding(self.state_axes.history)
         return prepared(set_history, (shards,), history, self._changes(Past), place=place)
 
     @cached_property
     def _set_adapters(self) -> Callable:
         shards, adapter = self.config.shards, self.state.adapter
-        place = shards.sharding(self._state_axes.adapter)
+        place = shards.sharding(self.state_axes.adapter)
         return prepared(set_adapters, (shards,), adapter, self._changes(Adapt), place=place)
 
     @cached_property
@@ -346,7 +351,7 @@ class ProgramSet:
         shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
         place = None
         if shards.mesh is not None:
-            place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self._state_axes)
+            place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
         return prepared(move_rows, (shards, names), (taken, self.state), self._changes(Move), place=place)
 
     @cached_property
@@ -480,11 +485,13 @@ class ProgramSet:
         )
 
 
-def _drafter(model: AbstractModel, config: EngineConfig, plan: CachePlan) -> ModelDrafter:
-    """What drafts by a model, with the kernels that can run it."""
+def _drafter(drafting: AbstractModel | AbstractHead, config: EngineConfig, plan: CachePlan) -> ModelDrafter:
+    """What drafts by a model or a head, with the kernels that can run it."""
+    model = drafting.model if isinstance(drafting, AbstractHead) else drafting
     choices = Choices.of(config, model, plan.of_drafts)
     choices.warn(config.backend, model)
-    return DraftModel(model, choices.runnable(config.backend))
+    backend = choices.runnable(config.backend)
+    return Eagle3Drafter(drafting, backend) if isinstance(drafting, AbstractHead) else DraftModel(drafting, backend)
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:

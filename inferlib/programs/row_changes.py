@@ -221,7 +221,8 @@ def move_rows(
     if shards.rules is None:
         return local(arrays, moves)
     spec = shards.rules.spec
-    of_state = state_axes(history=arrays[1].history is not None, adapters=arrays[1].adapter is not None)
+    there = {"adapters": arrays[1].adapter is not None, "features": arrays[1].features is not None}
+    of_state = state_axes(history=arrays[1].history is not None, **there)
     specs = tuple(map(spec, names)), map_state(spec, of_state)
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)

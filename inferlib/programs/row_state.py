@@ -22,6 +22,7 @@ class RowState(NamedTuple):
     history [R, max_len]: the token at each position up to `length`, if drafts are made of it; else None.
     adapter [R]: the slot of a row's adapter, 0 if it has none, which `row_changes` alone changes; None if no weight has
     adapters.
+    features [R, C, D], first [R]: what a model that drafts has yet to run, if it reads hidden states, see `Pending`.
     """
 
     token: jax.Array
@@ -35,10 +36,19 @@ class RowState(NamedTuple):
     pages: jax.Array
     history: jax.Array | None = None
     adapter: jax.Array | None = None
+    features: jax.Array | None = None
+    first: jax.Array | None = None
 
     @staticmethod
-    def zeros(rows: int, vocab: int, columns: int, history: int = 0, adapters: bool = False) -> RowState:
-        """history: how many positions that has; 0: there is none."""
+    def zeros(
+        rows: int,
+        vocab: int,
+        columns: int,
+        history: int = 0,
+        adapters: bool = False,
+        features: tuple[int, int, str] | None = None,
+    ) -> RowState:
+        """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -56,6 +66,8 @@ class RowState(NamedTuple):
             pages=jnp.zeros((rows, columns), jnp.int32),
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
             adapter=vector() if adapters else None,
+            features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
+            first=None if features is None else vector(),
         )
 
     def head(self, rows: int) -> RowState:
@@ -76,18 +88,26 @@ class RowState(NamedTuple):
             return self
         return self._replace(history=self.history.at[rows, positions].set(tokens, mode="drop"))
 
+    def with_pending(self, rows: jax.Array, features: jax.Array, positions: jax.Array) -> RowState:
+        """The state in which features [P, D] of these positions are pending of rows, and nothing else of theirs."""
+        if self.features is None or self.first is None:
+            return self
+        features = self.features.at[rows, 0].set(features, mode="drop")
+        return self._replace(features=features, first=self.first.at[rows].set(positions, mode="drop"))
+
 
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
+_PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
-    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW]
+    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW, *_PENDING]
 )
 
 
-def state_axes(*, history: bool, adapters: bool) -> Any:
+def state_axes(*, history: bool, adapters: bool, features: bool = False) -> Any:
     """The logical axes of the fields of a state with or without these; None of those that it lacks."""
-    absent = {name: None for name, there in (("history", history), ("adapter", adapters)) if not there}
-    return STATE_AXES._replace(**absent)
+    there = {"history": history, "adapter": adapters, "features": features, "first": features}
+    return STATE_AXES._replace(**{name: None for name, present in there.items() if not present})
 
 
 def map_state(function: Callable, names: RowState, *states: RowState) -> Any:

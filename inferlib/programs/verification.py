@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from inferlib.models.batch import StepBatch
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled
+from inferlib.speculation.drafter import rolled
 
 Advance = Callable[[RowState, jax.Array], tuple[RowState, Sampled]]
 
@@ -27,20 +28,13 @@ def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> tuple[S
     tokens = jnp.concatenate([rows.token[:, None], jnp.clip(drafts, 0, vocab - 1)], axis=1)
     counts = jnp.where(rows.active, jnp.minimum(tokens.shape[1], rows.budget), 0)
     lengths = jnp.where(rows.active, rows.length + counts, 0)
-    return StepBatch.of_rows(_rolled(tokens, counts), lengths, counts), counts
+    return StepBatch.of_rows(rolled(tokens, counts), lengths, counts), counts
 
 
 def hidden_of_tokens(hidden: jax.Array, counts: jax.Array) -> jax.Array:
     """Hidden states [B * C, D] of a verification batch -> [B, C, D], a row's first token first."""
     rows = counts.shape[0]
-    return _rolled(hidden.reshape(rows, -1, hidden.shape[1]), -counts)
-
-
-def _rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """x [B, C, ...], each row rolled so that its first `counts` entries are the last ones; or, negative, back."""
-    width = x.shape[1]
-    at = (jnp.arange(width) + counts[:, None]) % width
-    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
+    return rolled(hidden.reshape(rows, -1, hidden.shape[1]), -counts)
 
 
 class Tally(NamedTuple):

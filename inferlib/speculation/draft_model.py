@@ -22,7 +22,15 @@ from jax import lax
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch
 from inferlib.ops.backend import Backend
-from inferlib.speculation.drafter import Caches, DraftRows, DraftTools, arrays_of, with_arrays
+from inferlib.speculation.drafter import (
+    AfterStep,
+    Caches,
+    DraftRows,
+    DraftTools,
+    Followed,
+    arrays_of,
+    with_arrays,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +40,28 @@ class DraftModel:
     model: AbstractModel
     backend: Backend
 
-    def follow(self, tools: DraftTools, caches: Caches, batch: StepBatch) -> Caches:
-        return tools.run(batch, caches)[1]
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
+        return AfterStep(tools.module(tools.context(step.batch), caches).cache)
+
+    def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
+        raise NotImplementedError("a draft model reads no features")
 
     def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
         """The first step takes a row's last two tokens: if all drafts stood before, the last of them has no cell."""
         positions = jnp.maximum(rows.lengths[:, None] + jnp.array([-1, 0]), 0)
         tokens, runs = jnp.take_along_axis(rows.history, positions, axis=1, mode="clip"), rows.room > 0
         batch = StepBatch.of_rows(tokens, jnp.where(runs, rows.lengths + 1, 0), jnp.where(runs, 2, 0))
-        first, caches = tools.draft(batch, caches, 0)
+        first, caches = self._draft(tools, batch, caches, 0)
 
         def step(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             arrays, drafts = carry
             lengths = jnp.where(rows.room > i, rows.lengths + 1 + i, 0)
             token = lax.dynamic_index_in_dim(drafts, i - 1, axis=1, keepdims=False)
-            token, after = tools.draft(StepBatch.of_rows(token, lengths), with_arrays(caches, arrays), i)
+            token, after = self._draft(tools, StepBatch.of_rows(token, lengths), with_arrays(caches, arrays), i)
             return arrays_of(after), lax.dynamic_update_index_in_dim(drafts, token, i, axis=1)
 
         drafts = jnp.zeros((tokens.shape[0], count), jnp.int32).at[:, 0].set(first)
@@ -54,3 +69,12 @@ class DraftModel:
             return caches, drafts
         arrays, drafts = lax.fori_loop(1, count, step, (arrays_of(caches), drafts))
         return with_arrays(caches, arrays), drafts
+
+    def _draft(
+        self, tools: DraftTools, batch: StepBatch, caches: Caches, ahead: jax.Array | int
+    ) -> tuple[jax.Array, Caches]:
+        """Drafts [B] behind the last token of each row of a step, `ahead` tokens behind its next one."""
+        context = tools.context(batch)
+        ran = tools.module(context, caches)
+        last = ran.hidden.reshape(*batch.decode_tokens.shape, -1)[:, -1]
+        return tools.choose(tools.module.logits(last, context.shards, context.backend.matmul), ahead), ran.cache

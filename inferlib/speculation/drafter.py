@@ -1,15 +1,17 @@
 """The contract of what drafts tokens: by the text of a row alone, or by a model with a cache of its own.
 
-Shapes: B rows of a program, of R on a replica; M positions of the longest sequence; k drafted tokens.
+Shapes: B rows of a program; M positions of the longest sequence; k drafted tokens; P chunks of C tokens; T tokens of a
+step; N features of a token, W wide, which are stored as one of D.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
@@ -43,46 +45,66 @@ class Drafter(Protocol):
         ...
 
 
+class Pending(NamedTuple):
+    """What a drafter that reads features has yet to run of each row: features [B, C, D] of tokens from position first
+    [B] on, up to the row's last cell. They are at most C, as many as a step verifies."""
+
+    features: jax.Array
+    first: jax.Array
+
+
 class DraftRows(NamedTuple):
     """Rows that drafts are made for. history [B, M]: see `Drafter.propose`. lengths [B]: tokens that have a cell; one
     more is known, at that position. room [B]: how many positions from there on the row may write, 0 if it does not
-    run."""
+    run. pending: of a drafter that reads features."""
 
     history: jax.Array
     lengths: jax.Array
     room: jax.Array
+    pending: Pending | None = None
+
+
+class Followed(NamedTuple):
+    """A step of the target in which nothing was drafted. batch: its chunks [P, C] and the last tokens of rows [B, 1].
+    following [P, C]: the token behind each of the chunks' tokens, -1 behind a prompt. rows: as they were before it.
+    features [T, N, W]: of all tokens of the batch, if the drafter reads some."""
+
+    batch: StepBatch
+    following: jax.Array
+    rows: DraftRows
+    features: jax.Array | None = None
+
+
+class AfterStep(NamedTuple):
+    """What a drafter leaves of a step. rows: what is pending of the B rows. ends [P, D]: features of the last token of
+    each chunk, which are pending of a row whose prompt ends there. None without features."""
+
+    caches: Caches
+    rows: Pending | None = None
+    ends: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class DraftTools:
     """What a program lends to a model that drafts.
 
-    decoder: the model over its weights. context: of a step of it, whose rows have the pages of the target's. choose:
-    the token [B] that each row would choose by logits [B, V], so many tokens behind its next one.
+    module: the model over its weights; target: the one that it drafts for. context: of a step of the model, whose rows
+    have the pages of the target's. choose: the token [B] that each row would choose by logits [B, V], so many tokens
+    behind its next one. columns: V, of the target on this device.
     """
 
-    decoder: Decoder
+    module: Any
+    target: Decoder
     context: Callable[[StepBatch], StepContext]
     choose: Callable[[jax.Array, jax.Array | int], jax.Array]
-
-    def run(self, batch: StepBatch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """Hidden states [T, D] of a step's tokens, and the caches with them."""
-        ran = self.decoder(self.context(batch), caches)
-        return ran.hidden, ran.cache
-
-    def draft(self, batch: StepBatch, caches: Caches, ahead: jax.Array | int) -> tuple[jax.Array, Caches]:
-        """Drafts [B] behind the last token of each row of a step, `ahead` tokens behind its next one; and the
-        caches."""
-        context = self.context(batch)
-        ran = self.decoder(context, caches)
-        last = ran.hidden.reshape(*batch.decode_tokens.shape, -1)[:, -1]
-        return self.choose(self.decoder.logits(last, context.shards, context.backend.matmul), ahead), ran.cache
+    columns: int
 
 
 class ModelDrafter(Protocol):
     """Guesses tokens by a model that has weights, and a cache in the pages of the target's.
 
-    backend: of its operations. It must be hashable, and equal to another only if both are of the same shapes.
+    backend: of its operations. feature_layers: after how many layers of the target it reads hidden states, its
+    features; it may read none. It must be hashable, and equal to another only if both are of the same shapes.
     """
 
     @property
@@ -91,10 +113,24 @@ class ModelDrafter(Protocol):
     @property
     def backend(self) -> Backend: ...
 
-    def follow(self, tools: DraftTools, caches: Caches, batch: StepBatch) -> Caches:
-        """The caches after a step of the target's chunks and rows in which nothing was drafted. Traced."""
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
+        """The caches after a step in which nothing was drafted, and what is pending then. Traced."""
         ...
 
     def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
         """The caches, and drafts as those of `Drafter.propose`. Traced. No cell is written beyond a row's room."""
         ...
+
+    def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
+        """What is stored of features [T, N, W]: [T, D]. Traced; only of a drafter that reads some."""
+        ...
+
+
+def rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """x [B, C, ...], each row rolled so that its first `counts` entries are the last ones; or, negative, back."""
+    width = x.shape[1]
+    at = (jnp.arange(width) + counts[:, None]) % width
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)

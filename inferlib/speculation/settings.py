@@ -13,7 +13,7 @@ from inferlib.speculation.ngram import NgramDrafter
 
 MOST_DRAFTS = 15
 _DRAFTERS: Mapping[str, Drafter] = {"ngram": NgramDrafter()}
-_BY_MODEL = ("draft",)  # methods that need a model
+_BY_MODEL = ("draft", "eagle3")  # methods that need a model
 METHODS = (*_DRAFTERS, *_BY_MODEL)
 _TEXT = re.compile(r"([a-z0-9]+)(?::(?!\d+$)(.+?))?(?::(\d{1,4}))?", re.DOTALL)
 
@@ -23,9 +23,9 @@ class Speculation:
     """Speculative decoding: tokens are drafted, and one step verifies them all (Leviathan et al., ICML 2023).
 
     method: "ngram", which looks for the end of a row among its own tokens; "draft", a smaller model of the same
-        vocabulary; or a `Drafter`.
+        vocabulary; "eagle3", a head that reads the model's hidden states; or a `Drafter`.
     tokens: most tokens that are drafted for a step, 1 to 15. Programs for fewer are compiled too: see `counts`.
-    model: of "draft": a model as for `LLM`.
+    model: of "draft": a model as for `LLM`; of "eagle3": the head's directory.
 
     Raises ValueError for others.
     """
@@ -60,7 +60,8 @@ class Speculation:
 
     @staticmethod
     def read(value: Any) -> Speculation | None:
-        """Of an option: a `Speculation`, text such as "ngram:3" or "draft:NAME:3", or None. Raises ValueError."""
+        """Of an option: a `Speculation`, text such as "ngram:3", "draft:NAME:3" or "eagle3:DIR:3", or None. Raises
+        ValueError."""
         if value is None or isinstance(value, Speculation):
             return value
         parts = _TEXT.fullmatch(value) if isinstance(value, str) else None

@@ -137,6 +137,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(history=huge)
     if engine.state.adapter is not None:
         garbage = garbage._replace(adapter=huge)
+    if engine.state.features is not None:
+        garbage = garbage._replace(features=np.nan, first=huge)
     state = jax.tree.map(
         lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )

@@ -1,0 +1,230 @@
+"""An EAGLE-3 head drafts: its drafts are the published ones, and tokens are what they are without it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from inferlib import LLM, Buckets, Speculation, compile, explain
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import ConfigurationError
+from inferlib.deploy.plan import drafts_option
+from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
+from tests.helpers.eagle3 import make_head
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm
+from tests.helpers.poison import before_each_dispatch, poison
+from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_same, options, run, tight
+
+pytestmark = pytest.mark.usefixtures("counts")
+BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
+IDS = (9, 40, 41)
+# Answers of three tokens alone, so that many drafts of a head that chooses among them stand.
+CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
+ALONE = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))]
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint) -> Path:
+    return checkpoint("llama", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def without(path) -> LLM:
+    return build_llm(path, BUCKETS, decode_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)
+
+
+@pytest.fixture(scope="module")
+def head(path, tmp_path_factory) -> Path:
+    """A random head that chooses among `IDS`."""
+    folder = make_head(tmp_path_factory.mktemp("head") / "head", path, len(IDS))
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"d2t": np.array(IDS) - np.arange(len(IDS))}, file)
+    return folder
+
+
+def drafting(path: Path, head: Path, tokens: int = 3, **more) -> LLM:
+    return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("eagle3", tokens, head), **more)
+
+
+def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarray:
+    """How many of the published drafts could stand if each step of a row verifies three, and how many do."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.published_eagle3 import PublishedHead
+
+    text = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tried = stood = 0
+    cells, end = len(output.prompt_token_ids), len(text)
+    with torch.no_grad():
+        states = model(input_ids=text[None], output_hidden_states=True).hidden_states
+        features = torch.cat([states[n][0] for n in (1, 2, 2)], dim=-1)  # after the layers of `default_feature_layers`
+        while cells < end - 1:
+            oracle, positions = PublishedHead(head, path), torch.arange(cells)
+            state, drafts = oracle.step(text[1 : cells + 1], features[:cells], positions)[-1:], []
+            for i in range(3):
+                _, chosen = oracle.choose(state)
+                drafts.append(int(chosen))
+                state = oracle.step(chosen, state, positions[-1:] + 1 + i)
+            for i in range(4):
+                cells += 1
+                if i == 3 or cells == end - 1:
+                    break
+                tried += 1
+                if drafts[i] != text[cells]:
+                    break
+                stood += 1
+    return np.array([tried, stood])
+
+
+def test_drafts_are_the_published_ones(path, head, without):
+    """As many stand as by the published arithmetic, step by step from features and positions of its own."""
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3", prefix_caching=False)
+    wanted = np.zeros(2, int)
+    for job in ALONE:
+        outputs = run(llm, [job])
+        assert_same(outputs, run(without, [job]))
+        wanted += published_counts(path, head, outputs[0])
+    assert (llm.stats.drafts, llm.stats.accepted_drafts) == tuple(wanted)
+    assert wanted[1] / wanted[0] > 0.2
+
+
+def test_all_options_in_one_batch(path, head, expected):
+    """With cached prefixes and rows that lose their pages; the second time all is cached."""
+    llm = drafting(path, head)
+    for _ in range(2):
+        assert_same(run(llm, JOBS), expected)
+        assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert 0 < llm.stats.accepted_drafts < llm.stats.drafts
+
+
+def test_what_is_refused(path, head, checkpoint, tmp_path):
+    wide = make_head(tmp_path / "wide", checkpoint("llama", num_hidden_layers=2, hidden_size=144), 20, embeds=True)
+    deep = make_head(tmp_path / "deep", path, 20, eagle_aux_hidden_state_layer_ids=[0, 1, 7])
+    for folder, message in {
+        wide: "head of another model: its fc takes 432 numbers",
+        deep: "deep is of another model: it takes the output of layer 7; this one has 3",
+        tmp_path / "none": "is no directory",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            build_llm(path, BUCKETS, speculation=f"eagle3:{folder}:3")
+    with pytest.raises(ConfigurationError, match="draft 7, or take larger buckets"):
+        build_llm(path, BUCKETS, speculation=f"eagle3:{head}:8")
+    with pytest.raises(ConfigurationError, match="not compiled ahead of time"):
+        compile(path, speculation=f"eagle3:{head}:3")
+    with pytest.raises(ConfigurationError, match="the cost model knows no EAGLE-3 heads"):
+        drafts_option(f"eagle3:{head}:3", 0.5)
+    facts = explain(path, speculation=f"eagle3:{head}:3").facts()
+    sizes = [x["cache_bytes"]["float32"]["per_token"] for x in (facts["draft"], facts)]
+    assert 3 * sizes[0] == sizes[1]
+
+
+# ---- further cases of each kind
+
+
+@pytest.mark.slow
+def test_a_head_that_knows_nothing(path, head, expected):
+    """Its weights are NaN, and so is all that it computes."""
+    llm = drafting(path, head)
+    weights, count = llm.engine.weights, len(llm.engine.model.specs)
+    spoiled = (jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 1 << 20) for x in weights[count:])
+    llm.engine.weights = (*weights[:count], *spoiled)
+    assert_same(run(llm, JOBS), expected)
+    assert llm.stats.drafts
+
+
+@pytest.mark.slow
+def test_nothing_that_is_not_valid_is_read(path, head, without):
+    """What is not valid holds NaN before each dispatch; as many drafts stand."""
+    wanted, stood, shares = run(without, ALONE), [], []
+    for act in (lambda engine: None, lambda engine: shares.append(poison(engine))):
+        llm = build_llm(path, BUCKETS, decode_steps=2, speculation=f"eagle3:{head}:3")
+        with before_each_dispatch(llm, act):
+            assert_same(run(llm, ALONE), wanted)
+            stood.append((llm.stats.drafts, llm.stats.accepted_drafts))
+    assert max(shares) > 0
+    assert stood[0] == stood[1]
+    assert stood[0][1] > 10
+
+
+@pytest.mark.slow
+def test_changing_counts_and_batches(path, head, without, counts):
+    """Dispatches that draft nothing leave features that are pending, and rows move to smaller batches."""
+    counts(3, 0, 1, 0, 0)
+    jobs = [(TRUNK[:length], CHOICE) for length in (1, 7, 13, 22, 30)]
+    wanted = run(without, jobs)
+    buckets = Buckets(prefill=(8,), batch=(1, 4), cache=(24, 64))
+    llm = build_llm(path, buckets, decode_steps=2, speculation=f"eagle3:{head}:3", page_size=8)
+    assert_same(run(llm, jobs), wanted)
+    assert llm.stats.accepted_drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"scan": True}, {"kv_cache_dtype": "int8"}, {"parallel": "tp=2"}, {"parallel": "dp=2,tp=4"}], ids=str
+)
+def test_kinds_of_engines(path, head, more):
+    buckets = dataclasses.replace(BUCKETS, batch=(8,))
+    jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
+    wanted = run(build_llm(path, buckets, **{k: x for k, x in more.items() if k == "kv_cache_dtype"}), jobs)
+    llm = build_llm(path, buckets, decode_steps=2, speculation=f"eagle3:{head}:3", **more)
+    assert_same(run(llm, jobs), wanted)
+    assert llm.stats.accepted_drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["ministral", "minicpm3", "qwen3_moe"])
+def test_kinds_of_targets(family, checkpoint, tmp_path):
+    """With a head that chooses among all tokens, and one with embeddings of its own."""
+    path = checkpoint(family)
+    jobs = [(TRUNK, GREEDY), (TRUNK[:30] + TAILS[3], GREEDY)]
+    wanted = run(build_llm(path, BUCKETS), jobs)
+    vocab = build_llm(path, BUCKETS).model_config.vocab
+    for name, embeds in (("shared", False), ("embeds", True)):
+        head = make_head(tmp_path / name, path, vocab, embeds=embeds)
+        llm = build_llm(path, BUCKETS, decode_steps=2, speculation=f"eagle3:{head}:3")
+        for _ in range(2):
+            assert_same(run(llm, jobs), wanted)
+        assert llm.stats.drafts
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(path, head, without, counts):
+    counts(0, 1, 3)
+    jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
+    wanted, text = run(without, jobs), "".join(without.stream(*jobs[6]))
+    llm = drafting(path, head)
+    llm.engine.warmup(("logprobs",))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, jobs), wanted)
+    assert "".join(llm.stream(*jobs[6])) == text
+    assert llm.stats.drafts
+    assert compilations() == before
+
+
+@pytest.mark.slow
+def test_sleep_and_functions_that_change_logits(path, head, without):
+    jobs = [(TAILS[0], options(logits_processors=[lambda tokens, logits: logits], max_tokens=8)), ALONE[0]]
+    wanted = run(without, jobs)
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3")
+    for _ in range(2):
+        assert_same(run(llm, jobs), wanted)
+        assert llm.stats.accepted_drafts
+        llm.sleep()
+        llm.wake()
