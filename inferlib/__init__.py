@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from inferlib.deploy.compile import CompileResult, compile
     from inferlib.deploy.explain import ModelExplanation, explain
     from inferlib.deploy.plan import PlanResult, Slo, Workload, plan
+    from inferlib.evaluation.evaluate import Evaluation, evaluate
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import (
         BeamSearchOutput,
@@ -43,6 +44,7 @@ _MODULES = {
     "CompletionOutput": "inferlib.outputs",
     "EngineConfig": "inferlib.config",
     "EngineOptions": "inferlib.config",
+    "Evaluation": "inferlib.evaluation.evaluate",
     "Logprob": "inferlib.outputs",
     "ModelExplanation": "inferlib.deploy.explain",
     "Parallelism": "inferlib.sharding.mesh",
@@ -59,6 +61,7 @@ _MODULES = {
     "calibrate": "inferlib.calibration.calibrate",
     "compile": "inferlib.deploy.compile",
     "convert": "inferlib.conversion",
+    "evaluate": "inferlib.evaluation.evaluate",
     "explain": "inferlib.deploy.explain",
     "plan": "inferlib.deploy.plan",
 }
@@ -76,6 +79,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineOptions",
+    "Evaluation",
     "Logprob",
     "ModelExplanation",
     "Parallelism",
@@ -92,6 +96,7 @@ __all__ = [
     "calibrate",
     "compile",
     "convert",
+    "evaluate",
     "explain",
     "plan",
 ]

@@ -51,7 +51,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("async_llm", "calibration", "deploy", "distillation", "doctor", "llm"),
+    ("async_llm", "calibration", "deploy", "distillation", "doctor", "evaluation", "llm"),
     ("bench", "serving"),
     ("cli", "cluster"),
 )

@@ -180,6 +180,20 @@ class DtypeArguments(FormatArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextArguments:
+    """Text to calibrate or measure on."""
+
+    panel: ClassVar = "Text"
+
+    data: Annotated[
+        Path,
+        typer.Option(help='JSONL file of text: lines are "..." or {"text": "..."}.', show_default=False),
+    ]
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use, spread evenly.")] = 16384
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a sequence; at most the model's context.")] = 512
+
+
+@dataclass(frozen=True, kw_only=True)
 class TemplateArguments:
     """How a chat becomes a prompt. Groups of other commands inherit these options."""
 

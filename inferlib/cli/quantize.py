@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
-from inferlib.cli.arguments import Revision, grouped
+from inferlib.cli.arguments import Revision, TextArguments, grouped
 from inferlib.cli.output import user_errors, write
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextArguments:
-    """The text to calibrate on."""
-
-    panel: ClassVar = "Text"
-
-    data: Annotated[
-        Path,
-        typer.Option(
-            help='JSONL file of text to calibrate on: lines are "..." or {"text": "..."}.', show_default=False
-        ),
-    ]
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use, spread evenly.")] = 16384
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a sequence; at most the model's context.")] = 512
 
 
 @grouped

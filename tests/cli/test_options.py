@@ -86,6 +86,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "tokens": "64",
             "window": "64",
         },
+        "eval": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "distill": {
             "method": "eagle3",
             "model": model,

@@ -107,6 +107,17 @@ def test_calibration(path, tmp_path, monkeypatch):
     report(problems(inferlib.TextSample, {"texts": ["a"], "tokens": 64, "window": 64}))
 
 
+def test_evaluation(path, monkeypatch):
+    def reached(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr("inferlib.evaluation.evaluate._load", reached)
+    data = inferlib.TextSample(["a text to measure on. " * 20], tokens=64, window=64)
+    good = {"model": path, "data": data, "against": None, "quantization": None, "kv_cache_dtype": None}
+    good |= {"dtype": "float32", "progress": False}
+    report(problems(inferlib.evaluate, good, [*good, "revision"]))
+
+
 def test_conversion(path, tmp_path):
     good = {"model": path, "out": tmp_path / "out", "dtype": "float32", "progress": False}
     report(problems(inferlib.convert, good, [*good, "quantization", "parallel", "revision"]))
