@@ -95,6 +95,14 @@ Speculation = Annotated[
         "smaller model of the same vocabulary, eagle3:DIRECTORY:3 by an EAGLE-3 head. It changes no result."
     ),
 ]
+MaxAdapters = Annotated[
+    int | None,
+    typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all that are named."),
+]
+MaxAdapterRank = Annotated[
+    int | None,
+    typer.Option(min=1, help="Highest rank that an adapter may have; by default that of those that are named, or 16."),
+]
 AdapterName = Annotated[
     str | None, typer.Option(help="Name of one of --adapters, which changes the model; by default none does.")
 ]

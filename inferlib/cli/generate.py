@@ -17,6 +17,8 @@ from inferlib.cli.arguments import (
     CacheMemory,
     DtypeArguments,
     GenerationConfig,
+    MaxAdapterRank,
+    MaxAdapters,
     OptionalBackend,
     Revision,
     Speculation,
@@ -115,13 +117,8 @@ class EngineArguments:
         str | None,
         typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),
     ] = None
-    max_adapters: Annotated[
-        int | None,
-        typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all of --adapters."),
-    ] = None
-    max_adapter_rank: Annotated[
-        int | None, typer.Option(min=1, help="Highest rank of an adapter; by default that of --adapters.")
-    ] = None
+    max_adapters: MaxAdapters = None
+    max_adapter_rank: MaxAdapterRank = None
     compile_cache: Annotated[
         Path | None,
         typer.Option(

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from inferlib.cli.arguments import FormatArguments, Json, ShapeArguments, Speculation, grouped
+from inferlib.cli.arguments import (
+    FormatArguments,
+    Json,
+    MaxAdapterRank,
+    MaxAdapters,
+    ShapeArguments,
+    Speculation,
+    grouped,
+)
 from inferlib.cli.output import json_line, user_errors, write
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideArguments:
+    """What takes memory beside the model."""
+
+    speculation: Speculation = None
+    max_adapters: MaxAdapters = None
+    max_adapter_rank: MaxAdapterRank = None
 
 
 @grouped
@@ -28,7 +46,7 @@ def info(
         str | None, typer.Option(help="Also say how many tokens a cache of this size holds, such as 16GiB.")
     ] = None,
     formats: FormatArguments,
-    speculation: Speculation = None,
+    beside: BesideArguments,
     json: Json = False,
 ) -> None:
     """Show a model's recipe, its parameters and the bytes of weights and cache.
@@ -47,6 +65,6 @@ def info(
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
             cache_memory=cache_memory,
-            speculation=speculation,
+            **asdict(beside),
         )
     write(json_line(result.facts()).decode() if json else result.text(terminal=sys.stdout.isatty()))

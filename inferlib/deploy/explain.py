@@ -15,6 +15,7 @@ from inferlib.config import (
     Buckets,
     ConfigurationError,
     EngineConfig,
+    EngineOptions,
     PoolSize,
     brief,
     bytes_option,
@@ -25,6 +26,7 @@ from inferlib.config import (
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.adapters import AdapterSlots
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.quantization import Quantization
@@ -41,12 +43,14 @@ __all__ = ["Formats", "ModelExplanation", "explain"]
 
 
 class Formats(TypedDict, total=False):
-    """How the weights and the cache are stored, and what drafts; see `explain`."""
+    """How the weights and the cache are stored, and what is beside them; see `explain`."""
 
     quantization: str | None
     kv_cache_dtype: str | None
     cache_memory: int | str | None
     speculation: str | None
+    max_adapters: int | None
+    max_adapter_rank: int | None
 
 
 def explain(
@@ -71,6 +75,7 @@ def explain(
     quantization, kv_cache_dtype: formats of the weights and of the cache, as for `LLM`.
     cache_memory: bytes of a cache, or text such as "16GiB": the result says how many tokens its pages hold.
     speculation: "draft:NAME:3", as for `LLM`: also what the model takes that drafts. Other drafts take nothing.
+    max_adapters, max_adapter_rank: as for `LLM`: also what adapters take.
     revision: branch, tag or commit of a model of the hub.
 
     Raises CheckpointError, ConfigError, ConfigurationError or ShardingError for input that is wrong.
@@ -101,7 +106,9 @@ def explain(
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
         mesh, implementations = _on_mesh(models["bfloat16"], split, (max_batch, length), stored, kv_cache_dtype)
     pool = None if memory is None else (memory, max_batch)
-    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool, draft)
+    count, rank = formats.get("max_adapters"), formats.get("max_adapter_rank")
+    slots = EngineOptions(max_adapters=count, max_adapter_rank=rank).adapters
+    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool, draft, slots)
 
 
 def _draft(
@@ -127,7 +134,7 @@ class ModelExplanation(Tables):
     quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. mesh: the arrays and
     collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
     of a cache on one device and its rows, None if not asked. draft: the model that drafts, by the dtype it is loaded
-    as; empty if none does.
+    as; empty if none does. adapters: how many may be on the devices, None for none.
     """
 
     source: ModelSource
@@ -139,6 +146,7 @@ class ModelExplanation(Tables):
     implementations: tuple[Mapping[str, str], ...] = ()
     pool: tuple[int, int] | None = None
     draft: Mapping[str, AbstractModel] = field(default_factory=dict)
+    adapters: AdapterSlots | None = None
 
     @property
     def parameters(self) -> int:
@@ -163,6 +171,13 @@ class ModelExplanation(Tables):
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of all weights, by the dtype they are loaded as."""
         return {dtype: model.nbytes for dtype, model in self.models.items()}
+
+    @property
+    def adapter_bytes(self) -> dict[str, int]:
+        """Bytes of the factors of all adapters, by dtype; 0 without any."""
+        config, slots = self._model.config, self.adapters
+        models = {dtype: abstract_model(config, dtype, scan=True, adapters=slots) for dtype in self.models}
+        return {dtype: model.nbytes - sum(x.nbytes for x in model.base_specs) for dtype, model in models.items()}
 
     @cached_property
     def cache_bytes(self) -> dict[str, dict[str, int]]:
@@ -223,6 +238,8 @@ class ModelExplanation(Tables):
         if self.draft:
             weights = {dtype: model.nbytes for dtype, model in self.draft.items()}
             facts["draft"] = {"weight_bytes": weights, "cache_bytes": self._cache_bytes(self.draft)}
+        if self.adapters is not None:
+            facts["adapters"] = {**asdict(self.adapters), "bytes": self.adapter_bytes}
         if self.mesh is not None:
             facts |= {"implementations": list(self.implementations), "parallel": self.mesh.facts()}
         return facts

@@ -40,6 +40,10 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         table.add_row("residuals", f"{config.streams}, by AltUp")
     table.add_row("vocabulary", f"{config.vocab}, output projection {'tied' if config.tied else 'its own'}")
     table.add_row("context", f"{config.context} tokens")
+    if "adapters" in facts:
+        sizes = (f"{decimal(size)} in {dtype}" for dtype, size in facts["adapters"]["bytes"].items())
+        count, rank = facts["adapters"]["count"], facts["adapters"]["rank"]
+        table.add_row("adapters", f"{count} of rank {rank} beside the weights: {', '.join(sizes)}")
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
     table.add_row("prompts that begin alike", f"share pages{' and snapshots of the rest' if snapshots else ''}")
     if facts["stored_bytes"] is not None:

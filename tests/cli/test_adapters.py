@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from inferlib import LLM, SamplingParams
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import abstract_model
 from tests.helpers.adapters import write_for
 from tests.helpers.cli_model import Commands, error_of, make_model
 
@@ -85,3 +88,21 @@ def test_chats_and_vectors(inferlib, adapters, tmp_path):
 )
 def test_wrong_options(inferlib, options, message):
     assert message in error_of(inferlib.generate("hello", *options))
+
+
+def test_what_they_take(inferlib):
+    """A and B of four projections of one layer, and of two halves of the feed-forward, for each slot."""
+    words = "info", inferlib.model, "--max-adapters", "3", "--max-adapter-rank", "5"
+    facts = json.loads(inferlib(*words, "--json").stdout)
+    model = abstract_model(ModelFiles.open(inferlib.model).config, "float32")
+    ranks = {"attn.qkv": 3 * 5, "attn.o": 5, "mlp.gate_up": 5, "mlp.down": 5}
+    numbers = 0
+    for weight in model.weights:
+        if rank := ranks.get(weight.part):
+            inputs = math.prod(weight.shape[i] for i in weight.contracting)
+            parts = 2 if weight.part == "mlp.gate_up" else 1
+            numbers += 3 * rank * (parts * inputs + math.prod(weight.shape) // inputs)
+    sizes = {dtype: (4 if dtype == "float32" else 2) * numbers for dtype in facts["weight_bytes"]}
+    assert facts["adapters"] == {"count": 3, "rank": 5, "bytes": sizes}
+    assert "3 of rank 5 beside the weights" in " ".join(inferlib(*words).stdout.split())
+    assert "max_adapter_rank is of adapters" in error_of(inferlib("info", inferlib.model, "--max-adapter-rank", "5"))
