@@ -30,6 +30,7 @@ from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.locks import locked
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import Eagle3Config
 from inferlib.models.quantization import Quantization
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.programs.deployment import Deployment, layout_from_json, versions
@@ -118,11 +119,14 @@ class Artifacts:
         """The entries of all files."""
         return [*filter(None, [self.manifest["start"]]), *self.programs]
 
-    def check(self, model: ModelConfig, wanted: Mapping[str, Any], draft: ModelConfig | None = None) -> None:
+    def check(
+        self, model: ModelConfig, wanted: Mapping[str, Any], draft: ModelConfig | Eagle3Config | None = None
+    ) -> None:
         """Raise ArtifactError, naming the first field in which the programs differ from this machine or from what is
         wanted.
 
-        model: the checkpoint's model. wanted: settings of `LLM`, None where any will do. draft: the model that drafts.
+        model: the checkpoint's model. wanted: settings of `LLM`, None where any will do. draft: the model
+            or head that drafts.
         """
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
@@ -132,7 +136,7 @@ class Artifacts:
         self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
             self._same(f"version of {name}", self.manifest["versions"].get(name), version)
-        models = [("model", made.model, model), ("draft", made.draft_model, draft)]
+        models = [("model", made.model, model), ("draft", made.draft_model or made.draft_head, draft)]
         for name, one, other in models:
             if one is None or other is None:
                 continue

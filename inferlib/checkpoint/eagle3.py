@@ -41,9 +41,10 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Eagle3Files:
-    """An opened head. prefix: how the names of its layer's tensors begin."""
+    """An opened head. hf: its config.json. prefix: how the names of its layer's tensors begin."""
 
     path: Path
+    hf: dict[str, Any]
     config: Eagle3Config
     source: SafetensorsSource
     prefix: str
@@ -72,7 +73,7 @@ class Eagle3Files:
                 f"{directory} is the head of another model: its fc takes {inputs} numbers, and {layers} hidden states "
                 f"of this one are {layers} x {target.dim}"
             )
-        return Eagle3Files(directory, config, source, prefix)
+        return Eagle3Files(directory, hf, config, source, prefix)
 
     def load(
         self,

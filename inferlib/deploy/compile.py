@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack
 from inferlib.aot.artifacts import ArtifactWriter
 from inferlib.aot.compile import check_compiler, compile_programs, file_name
 from inferlib.aot.neuron import script
+from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.config import (
     Buckets,
     ConfigurationError,
@@ -35,6 +36,7 @@ from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import Mode, ProgramKey
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
+from inferlib.speculation.settings import Speculation
 from inferlib.tables import Part, Tables
 from inferlib.targets import parse_target
 
@@ -85,7 +87,8 @@ def compile(
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
         "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
         backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
-        sequences takes), speculation ("ngram:3" or "draft:NAME:3", as for `LLM`).
+        sequences takes), speculation ("ngram:3", "draft:NAME:3" or "eagle3:DIR:3", as
+        for `LLM`).
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -168,7 +171,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
     buckets = settings.get("buckets")
     if not isinstance(buckets, Buckets | None):
         raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {brief(buckets)}")
-    dtype, draft = settings.get("dtype"), _draft(source, settings.get("speculation"))
+    dtype = settings.get("dtype")
     return Deployment(
         source.hf,
         target=str(slice_),
@@ -182,30 +185,26 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         backend=settings.get("backend", "auto"),
         cache_memory=bytes_option(settings.get("cache_memory")),
         speculation=settings.get("speculation"),
-        draft=draft and draft.hf,
-        draft_quantization=draft and (draft.quantization(None) or draft.quantization(settings.get("quantization"))),
+        **_draft(source, speculation_option(settings.get("speculation")), settings.get("quantization")),
     )
 
 
-def _draft(target: ModelSource, speculation: str | None) -> ModelSource | None:
-    """The model that drafts for a target, None if none does."""
-    chosen = speculation_option(speculation)
-    if chosen is None or chosen.model is None:
-        return None
-    if chosen.method == "eagle3":
-        raise ConfigurationError(
-            "programs with an EAGLE-3 head are not compiled ahead of time: LLM(speculation=...) compiles them when it "
-            "starts; give no speculation here, or one by ngram or draft"
-        )
-    draft = model_source(chosen.model)
+def _draft(target: ModelSource, speculation: Speculation | None, quantization: str | None) -> dict[str, Any]:
+    """The fields of a deployment that say what drafts for a target; none if no model or head does."""
+    if speculation is None or speculation.model is None:
+        return {}
+    if speculation.method == "eagle3":
+        head = Eagle3Files.open(speculation.model, target.config)
+        return {"draft": head.hf, "draft_embeds": head.config.embeds}
+    draft = model_source(speculation.model)
     if target.files is not None:
         if draft.files is None:
             raise ConfigurationError(
-                f"the model that drafts, {chosen.model!r}, is a shape without weights, and {target.name!r} has some: "
-                "give files of both, or shapes"
+                f"the model that drafts, {speculation.model!r}, is a shape without weights, and {target.name!r} has "
+                "some: give files of both, or shapes"
             )
         check_tokenizers(draft.files.tokenizer, target.files.tokenizer)
-    return draft
+    return {"draft": draft.hf, "draft_quantization": draft.quantization(None) or draft.quantization(quantization)}
 
 
 def buckets_for(

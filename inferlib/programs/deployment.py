@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.experimental.layout import Layout
 
+from inferlib.checkpoint.eagle3 import head_config
 from inferlib.config import (
     Buckets,
     ConfigurationError,
@@ -24,8 +25,9 @@ from inferlib.config import (
     check_dtype,
     speculation_option,
 )
-from inferlib.models.abstract import abstract_model
+from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import AbstractHead, Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.programs.program import Mode, ProgramKey
@@ -41,8 +43,8 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
-    speculation: as text, such as "ngram:3". draft: the Hugging Face config of the model that drafts, if one does;
-    draft_quantization: how its weights are stored.
+    speculation: as text, such as "ngram:3". draft: the Hugging Face config of the model that drafts, or the config.json
+    of the EAGLE-3 head; draft_quantization: how its weights are stored; draft_embeds: a head embeds tokens itself.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
     backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
     go together.
@@ -63,6 +65,7 @@ class Deployment:
     speculation: str | None = None
     draft: Mapping[str, Any] | None = None
     draft_quantization: Quantization | None = None
+    draft_embeds: bool = False
 
     def __post_init__(self):
         speculation = speculation_option(self.speculation)
@@ -117,7 +120,19 @@ class Deployment:
     @property
     def draft_model(self) -> ModelConfig | None:
         """The model that drafts."""
-        return None if self.draft is None else config_from_hf(dict(self.draft))
+        return None if self.draft is None or self._by_head else config_from_hf(dict(self.draft))
+
+    @property
+    def draft_head(self) -> Eagle3Config | None:
+        """The EAGLE-3 head that drafts. Raises CheckpointError for one of another model."""
+        if self.draft is None or not self._by_head:
+            return None
+        return head_config(self.draft, self.model, embeds=self.draft_embeds)
+
+    @property
+    def _by_head(self) -> bool:
+        speculation = speculation_option(self.speculation)
+        return speculation is not None and speculation.method == "eagle3"
 
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
@@ -137,11 +152,14 @@ class Deployment:
         """Its programs for a mesh: that of `shards`, or of `planned_shards` if there are no devices."""
         config = self.config(shards)
         describe = partial(abstract_model, dtype=self.dtype, backend=config.backend, scan=config.scan, shards=shards)
-        model, draft = describe(self.model, quantization=self.quantization, expert_slots=self.expert_slots), None
+        model = describe(self.model, quantization=self.quantization, expert_slots=self.expert_slots)
+        draft: AbstractModel | AbstractHead | None = None
         check_packed(model, config, on_devices=True)
         if self.draft_model is not None:
             draft = describe(self.draft_model, quantization=self.draft_quantization)
             check_packed(draft, config, on_devices=True)
+        if self.draft_head is not None:
+            draft = abstract_head(self.draft_head, self.dtype, shards=shards)
         return ProgramSet.make(model, config, layouts, draft)
 
     def planned(self) -> ProgramSet:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from inferlib import LLM, Buckets, Speculation, compile, explain
+from inferlib import LLM, Buckets, Speculation, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.deploy.plan import drafts_option
@@ -125,8 +125,6 @@ def test_what_is_refused(path, head, checkpoint, tmp_path):
             build_llm(path, BUCKETS, speculation=f"eagle3:{folder}:3")
     with pytest.raises(ConfigurationError, match="draft 7, or take larger buckets"):
         build_llm(path, BUCKETS, speculation=f"eagle3:{head}:8")
-    with pytest.raises(ConfigurationError, match="not compiled ahead of time"):
-        compile(path, speculation=f"eagle3:{head}:3")
     with pytest.raises(ConfigurationError, match="the cost model knows no EAGLE-3 heads"):
         drafts_option(f"eagle3:{head}:3", 0.5)
     facts = explain(path, speculation=f"eagle3:{head}:3").facts()
