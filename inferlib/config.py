@@ -445,11 +445,6 @@ class EngineConfig:
                 "speculation does not work where a row's positions are split over devices: leave it out, or leave cp "
                 "out of parallel"
             )
-        if self.speculation.by_model and self.adapters is not None:
-            raise ConfigurationError(
-                f"{self.speculation} drafts for the model without adapters, so few of its drafts would stand: leave "
-                "adapters out, or draft by ngram"
-            )
         if self.speculation.tokens >= self.row_tokens:
             raise ConfigurationError(
                 f"speculation of {self.speculation.tokens} tokens takes prefill buckets of more, and the largest has "

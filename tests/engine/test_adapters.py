@@ -28,6 +28,7 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from tests.helpers.adapters import modules_of, write_adapter
+from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import poison
@@ -321,11 +322,12 @@ def failing(llm: LLM) -> Iterator[None]:
         engine._program = functools.partial(program, engine)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("method", ["ngram:3", "draft"])
-def test_with_speculation(method, written, expected):
-    """By n-grams, and by a model without adapters, whose weights are behind their factors."""
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle3"])
+def test_with_speculation(method, written, expected, tmp_path):
+    """By n-grams, and by a model or head without adapters, whose weights are behind their factors."""
     path, adapters = written("llama")
-    speculation = f"draft:{path}:2" if method == "draft" else method
+    model = make_head(tmp_path / "head", path, 40) if method == "eagle3" else path
+    speculation = "ngram:3" if method == "ngram" else f"{method}:{model}:2"
     llm, compute = build(path, adapters, speculation=speculation, max_adapters=2), expected("llama")
     wanted = [compute(prompt, name)[0] for prompt, name in zip(PROMPTS, NAMES, strict=True)]
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == wanted

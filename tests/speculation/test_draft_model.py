@@ -99,8 +99,6 @@ def test_models_that_cannot_draft_are_named(path, checkpoint, tmp_path):
             build_llm(path, BUCKETS, speculation=f"draft:{model}:3")
     with pytest.raises(CheckpointError, match="none"):
         build_llm(path, BUCKETS, speculation=f"draft:{tmp_path / 'none'}:3")
-    with pytest.raises(ConfigurationError, match="leave adapters out, or draft by ngram"):
-        build_llm(path, BUCKETS, speculation=f"draft:{path}:3", max_adapters=1)
     with pytest.raises(ConfigurationError, match="draft 7, or take larger buckets"):
         build_llm(path, BUCKETS, speculation=f"draft:{path}:8")
 
