@@ -57,7 +57,7 @@ def test_chunks_equal_tokens_in_turn(tokens, lengths, options):
     *inputs, state = draw(rng, len(lengths), tokens, **options)
     valid = np.arange(tokens) < np.array(lengths)[:, None]
     poisoned = _where(valid, inputs)
-    out, after = jax.jit(gated_delta_chunk)(*poisoned, state, valid)
+    out, after = map(np.asarray, jax.jit(gated_delta_chunk)(*poisoned, state, valid))
     for row, count in enumerate(lengths):
         before = state[row].reshape(*inputs[2].shape[2:4], *state.shape[2:])
         expected, s = sequential(*(x[row] for x in inputs), before, count)
@@ -78,7 +78,7 @@ def test_a_step_equals_a_chunk_of_one_token():
     live = np.array([True, False, True, False, True])
     state[1] = np.nan
     first = _where(live, [x[:, 0] for x in inputs])
-    out, after = jax.jit(gated_delta_step)(*first, state, live)
+    out, after = map(np.asarray, jax.jit(gated_delta_step)(*first, state, live))
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
     for row in np.flatnonzero(live):
@@ -122,7 +122,7 @@ def test_kimi_chunks_equal_tokens_in_turn(tokens, lengths, fading, alike):
     rng = np.random.default_rng(tokens)
     *inputs, state = draw_kimi(rng, len(lengths), tokens, fading, alike)
     valid = np.arange(tokens) < np.array(lengths)[:, None]
-    out, after = jax.jit(kimi_delta_chunk)(*_where(valid, inputs), state, valid)
+    out, after = map(np.asarray, jax.jit(kimi_delta_chunk)(*_where(valid, inputs), state, valid))
     for row, count in enumerate(lengths):
         expected, s = kimi_in_turn(*(x[row] for x in inputs), state[row], count)
         np.testing.assert_allclose(out[row, :count], expected[:count], rtol=0, atol=TOLERANCE)
@@ -135,7 +135,7 @@ def test_a_kimi_step_equals_a_chunk_of_one_token():
     *inputs, state = draw_kimi(np.random.default_rng(2), 5, 1, 1.0, 0.0)
     live = np.array([True, False, True, False, True])
     state[1] = np.nan
-    out, after = jax.jit(kimi_delta_step)(*_where(live, [x[:, 0] for x in inputs]), state, live)
+    out, after = map(np.asarray, jax.jit(kimi_delta_step)(*_where(live, [x[:, 0] for x in inputs]), state, live))
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
     for row in np.flatnonzero(live):
@@ -151,7 +151,8 @@ def test_convolution_goes_on_where_it_ended(tokens):
     x, tail, weight = (rng.standard_normal(s).astype(np.float32) for s in ((3, tokens, 2, 5), (3, 3, 2, 5), (4, 2, 5)))
     lengths = np.array([tokens, 0, tokens // 2], np.int32)
     valid = np.arange(tokens) < lengths[:, None]
-    out, after = causal_conv(np.where(valid[..., None, None], x, np.nan), tail, weight, lengths)
+    padded = np.where(valid[..., None, None], x, np.nan)
+    out, after = map(np.asarray, jax.jit(causal_conv)(padded, tail, weight, lengths))
     for row, count in enumerate(lengths):
         inputs = np.concatenate([tail[row], x[row, :count]]).astype(np.float64)
         expected = [(inputs[t : t + taps] * weight).sum(0) for t in range(count)]

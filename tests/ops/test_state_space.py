@@ -56,7 +56,7 @@ def test_chunks_equal_tokens_in_turn(tokens, lengths, options):
     """Rows of different lengths, the rest of each NaN: hardly any fading, and so much that nothing stays."""
     *inputs, state = draw(len(lengths), tokens, **options)
     valid = np.arange(tokens) < np.array(lengths)[:, None]
-    out, after = jax.jit(state_space_chunk)(*poisoned(inputs, valid), state, valid)
+    out, after = map(np.asarray, jax.jit(state_space_chunk)(*poisoned(inputs, valid), state, valid))
     for row, count in enumerate(lengths):
         assert_row(out[row], after[row], [x[row] for x in inputs], state[row], count)
 
@@ -67,7 +67,7 @@ def test_a_step_equals_a_chunk_of_one_token():
     live = np.array([True, False, True, False])
     state[1] = np.nan
     first = poisoned([x[:, 0] for x in inputs], live)
-    out, after = jax.jit(state_space_step)(*first, state, live)
+    out, after = map(np.asarray, jax.jit(state_space_step)(*first, state, live))
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
     for row in np.flatnonzero(live):

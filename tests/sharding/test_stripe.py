@@ -22,9 +22,10 @@ TOLERANCE = 3e-6
 def share_of(history: np.ndarray, stripe: Stripe, firsts, stops, slots: int, *, ring: bool) -> np.ndarray:
     """A device's cache [2, N, K, slots, h] of positions firsts[n] .. stops[n] - 1 of each row; NaN elsewhere."""
     cache = np.full((2, len(firsts), KV, slots, SIZE), np.nan, np.float32)
+    of_all = np.asarray(stripe.slots(np.arange(TOTAL), slots, ring=ring))
     for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         positions = np.arange(first, stop)
-        at = np.asarray(stripe.slots(positions, slots, ring=ring))
+        at = of_all[first:stop]
         assert ((at < slots) == (positions % stripe.count == stripe.index)).all()
         assert len(set(at.tolist())) == len(at)
         for position, slot in zip(positions, at, strict=True):
@@ -34,7 +35,7 @@ def share_of(history: np.ndarray, stripe: Stripe, firsts, stops, slots: int, *, 
 
 
 def merged(parts) -> jax.Array:
-    return merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True)))[0]
+    return jax.jit(merge_attention)(*(np.stack(x) for x in zip(*parts, strict=True)))[0]
 
 
 @pytest.mark.parametrize(("count", "window", "ring"), [(4, None, False), (3, 12, False), (4, 12, True), (4, 7, True)])
@@ -48,7 +49,7 @@ def test_shares_merge_to_the_whole(count, window, ring):
     stripes = [Stripe(count, index) for index in range(count)]
 
     q = rng.normal(size=(len(starts), width, KV, GROUP, SIZE)).astype(np.float32)
-    rows, positions = jnp.arange(len(starts)), jnp.array(starts)[:, None] + jnp.arange(width)
+    rows, positions = np.arange(len(starts)), starts[:, None] + np.arange(width)
     firsts = np.maximum(starts - (window or TOTAL) + 1, 0)
     attend = jax.jit(partial(prefill_attention, **options), static_argnames=("ring", "limit"))
     want, _ = attend(q, *history, rows, positions, window=window)
@@ -61,9 +62,9 @@ def test_shares_merge_to_the_whole(count, window, ring):
 
     if window is not None and window % count:
         return  # the decode contract takes one window for all rows
-    q, last = q.reshape(-1, KV, GROUP, SIZE)[: len(lengths)], jnp.array(lengths - 1)
+    q, last = q.reshape(-1, KV, GROUP, SIZE)[: len(lengths)], lengths - 1
     firsts = np.maximum(lengths - (window or TOTAL), 0)
-    want, _ = decode_attention(q, *history, last + 1, window=window, **options)
+    want, _ = jax.jit(partial(decode_attention, window=window, **options))(q, *history, lengths)
     shares = [share_of(history, stripe, firsts, lengths, slots, ring=ring) for stripe in stripes]
     for kernel in (decode_attention, on_decode_kernel(decode_attention_gpu.decode_attention, interpret=True)):
         local = dict(window=stripes[0].window(last, window), ring=ring, limit=stripes[0].most(30))
