@@ -16,6 +16,7 @@ import sys
 import time
 from typing import NamedTuple
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -76,7 +77,11 @@ def main() -> None:
     parser.add_argument("--dtype")
     args = parser.parse_args()
     batches, temperatures = ([float(x) for x in text.split(",")] for text in (args.batch, args.temperature))
-    sizes = dict(max_batch=int(max(batches)), max_len=args.max_len, dtype=args.dtype, progress=False)
+    # Several engines share the device: none takes all of its memory.
+    memory = None if jax.default_backend() == "cpu" else "2GiB"
+    sizes = dict(
+        max_batch=int(max(batches)), max_len=args.max_len, dtype=args.dtype, cache_memory=memory, progress=False
+    )
     engines = {name: LLM(args.model, speculation=name, **sizes) for name in (None, *args.speculation)}
     table = Table(
         "task", "temperature", "batch", "speculation", "tokens/s", "ratio", "CPU ms", "tokens a step", "equal"
