@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import LLM, AsyncLLM, SamplingParams
+from inferlib.bench.events import event_data
 from inferlib.serving.server import Address, Server
 from inferlib.serving.service import ServerOptions
 
@@ -38,9 +39,9 @@ def ask(url: str, prompts: list[str], tokens: int) -> Texts:
         options = {"stream_options": {"include_usage": True}}
         async with client.stream("POST", f"{url}/v1/completions", json=body | options) as answer:
             answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
+            async for data in event_data(answer.aiter_bytes()):
+                if data != "[DONE]":
+                    chunk = json.loads(data)
                     text += "".join(choice["text"] for choice in chunk["choices"])
                     events += len(chunk["choices"])
                     count = chunk["usage"]["completion_tokens"] if chunk["usage"] else count

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from inferlib.bench.events import event_data
 from inferlib.bench.workload import Asked, Load
 
 
@@ -140,10 +141,7 @@ async def _ask(client: httpx.AsyncClient, endpoint: Endpoint, asked: Asked, star
 async def _read(answer: httpx.Response, measured: Measured, start: float) -> None:
     """Take the events of an answer. Its last line says that it is whole."""
     last, events, ended = 0.0, 0, False
-    async for line in answer.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
+    async for data in event_data(answer.aiter_bytes()):
         if data == "[DONE]":
             ended = True
             break

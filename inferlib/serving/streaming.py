@@ -8,13 +8,20 @@ from typing import Any
 
 Send = Callable[[Any], Awaitable[None]]
 
-# JSON without spaces, in UTF-8.
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# Many clients end lines at these as well, so they are escaped.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # for nginx, which would collect events
 ]
+
+
+def encode(value: Any) -> str:
+    """JSON without spaces, of one line."""
+    text = _encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 class EventStream:

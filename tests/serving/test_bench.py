@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib.bench.client import Measured
+from inferlib.bench.events import event_data
 from inferlib.bench.report import Limits, Report
 from inferlib.bench.workload import Asked, Lengths, Load, Prefixes, random_workload, read_trace
 from inferlib.cli import app
@@ -103,3 +105,18 @@ def test_goodput():
     facts = Report("", measured, Limits()).facts()
     assert (facts["seconds"], facts["output_tokens"], facts["goodput"]) == (2, 13, 1)
     assert facts["times"]["ttft"]["p50"] == pytest.approx(0.2)
+
+
+def test_lines_of_events_end_at_newlines_alone():
+    """Whatever parts the bytes come in, and whatever else ends a line in Python."""
+    sent = 'data: {"a":"x\u2028y\x85z\x0c"}\n\n: comment\r\nevent: e\ndata:[DONE]\r\n\ndata: cut'.encode()
+
+    async def read(size: int) -> list[str]:
+        async def parts():
+            for start in range(0, len(sent), size):
+                yield sent[start : start + size]
+
+        return [data async for data in event_data(parts())]
+
+    for size in (1, 7, len(sent)):
+        assert asyncio.run(read(size)) == ['{"a":"x\u2028y\x85z\x0c"}', "[DONE]"]

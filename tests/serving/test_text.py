@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from inferlib import SamplingParams
+from inferlib.serving.streaming import encode
 from tests.helpers.servers import NAME
 
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -194,3 +195,10 @@ def test_health_and_metrics(client, http):
 def _metric(http, name: str) -> float:
     (line,) = [x for x in http.get("/metrics").text.splitlines() if x.startswith(name + "{")]
     return float(line.rsplit(" ", 1)[1])
+
+
+def test_json_is_one_line_for_every_client():
+    value = {"text": "a\x85b\u2028c\u2029d\x0ce\x1cf\né"}
+    assert encode(value).splitlines() == [encode(value)]
+    assert json.loads(encode(value)) == value
+    assert "é" in encode(value)
