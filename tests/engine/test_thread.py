@@ -118,8 +118,10 @@ def test_outputs_are_bounded():
         SamplingParams(n=1025)
 
 
+# A shell's background jobs inherit that SIGINT is ignored.
 LEFT = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from inferlib.engine.thread import EngineThread
 def call():
     begun.set()
