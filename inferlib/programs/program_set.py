@@ -393,21 +393,21 @@ class ProgramSet:
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
     ) -> tuple[tuple[jax.Array, ...], RowState]:
         """Cache and state, which are donated, after these changes."""
-        for now in self._calls(changes.moves):
-            of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), now)
+        for entries in self._calls(changes.moves):
+            of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), entries)
             cache = self._with_part(cache, of_rows, of_rows=True)
         copies = [Copy(source, target) for target, source in changes.copies.items()]
-        for now in self._calls(copies, self.plan.pages // self.config.shards.replicas):
-            pages = self._copy_pages(self._part(cache, of_rows=False), now)
+        for entries in self._calls(copies, self.plan.pages // self.config.shards.replicas):
+            pages = self._copy_pages(self._part(cache, of_rows=False), entries)
             cache = self._with_part(cache, pages, of_rows=False)
-        for now in self._calls(changes.grants):
-            state = state._replace(pages=self._give_pages(state.pages, now))
-        for now in self._calls(changes.counts):
-            state = state._replace(counts=self._set_counts(state.counts, now))
-        for now in self._calls(changes.past):
-            state = state._replace(history=self._set_history(state.history, now))
-        for now in self._calls([Adapt(row, slot) for row, slot in changes.adapters.items()]):
-            state = state._replace(adapter=self._set_adapters(state.adapter, now))
+        for entries in self._calls(changes.grants):
+            state = state._replace(pages=self._give_pages(state.pages, entries))
+        for entries in self._calls(changes.counts):
+            state = state._replace(counts=self._set_counts(state.counts, entries))
+        for entries in self._calls(changes.past):
+            state = state._replace(history=self._set_history(state.history, entries))
+        for entries in self._calls([Adapt(row, slot) for row, slot in changes.adapters.items()]):
+            state = state._replace(adapter=self._set_adapters(state.adapter, entries))
         return cache, state
 
     @cached_property
@@ -421,19 +421,19 @@ class ProgramSet:
         """Cache and snapshots, which are donated as far as they change, after those of these changes. It follows
         `change_rows`."""
         for kind, group in itertools.groupby(changes.snapshots, type):
-            for now in self._calls(list(group)):
+            for entries in self._calls(list(group)):
                 of_rows = self._part(cache, of_rows=True)
                 if kind is Save:
-                    snapshots = self._save_rows(snapshots, of_rows, now)
+                    snapshots = self._save_rows(snapshots, of_rows, entries)
                 else:
-                    cache = self._with_part(cache, self._restore_rows(of_rows, snapshots, now), of_rows=True)
+                    cache = self._with_part(cache, self._restore_rows(of_rows, snapshots, entries), of_rows=True)
         return cache, snapshots
 
     def _calls(self, changes: Sequence[Change], each: int | None = None) -> Iterable[Any]:
         """The changes as `packed` has them. each: rows or pages of a replica; by default its rows."""
         shards = self.config.shards
         calls = packed(changes, shards.replicas, each or self.config.rows) if changes else ()
-        return (shards.place(now, (axes.ROWS, None)) if shards.several_processes else now for now in calls)
+        return (shards.place(entries, (axes.ROWS, None)) if shards.several_processes else entries for entries in calls)
 
     def _part(self, cache: tuple[jax.Array, ...], *, of_rows: bool) -> tuple[jax.Array, ...]:
         """The arrays of rows, or those of pages."""

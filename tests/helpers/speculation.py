@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
 from tests.helpers.drafters import Kind, Prompter
 from tests.helpers.llms import build_llm, random_prompts
 
@@ -65,3 +67,17 @@ def tight(path, buckets: Buckets, **more) -> LLM:
     whole = build_llm(path, buckets, **more).engine.plan
     memory = whole.nbytes // whole.pages * (whole.columns * 3 // 2)
     return build_llm(path, buckets, cache_memory=memory, **more)
+
+
+def assert_nothing_compiles(drafting: Callable[[], LLM], without: LLM) -> None:
+    """Batches and streams of a model that drafts, whose programs are compiled: the tokens of one that does not."""
+    jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
+    expected, text = run(without, jobs), "".join(without.stream(*jobs[6]))
+    llm = drafting()
+    llm.engine.warmup(("logprobs",))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+    assert "".join(llm.stream(*jobs[6])) == text
+    assert llm.stats.drafts
+    assert compilations() == before

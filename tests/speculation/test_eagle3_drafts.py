@@ -15,12 +15,21 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.deploy.plan import drafts_option
 from inferlib.outputs import RequestOutput
-from inferlib.programs.counter import compilations
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, poison
-from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_same, options, run, tight
+from tests.helpers.speculation import (
+    GREEDY,
+    JOBS,
+    TAILS,
+    TRUNK,
+    assert_nothing_compiles,
+    assert_same,
+    options,
+    run,
+    tight,
+)
 
 pytestmark = pytest.mark.usefixtures("counts")
 BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
@@ -204,16 +213,7 @@ def test_kinds_of_targets(family, checkpoint, tmp_path):
 @pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up(path, head, without, counts):
     counts(0, 1, 3)
-    jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
-    wanted, text = run(without, jobs), "".join(without.stream(*jobs[6]))
-    llm = drafting(path, head)
-    llm.engine.warmup(("logprobs",))
-    before = compilations()
-    for _ in range(2):
-        assert_same(run(llm, jobs), wanted)
-    assert "".join(llm.stream(*jobs[6])) == text
-    assert llm.stats.drafts
-    assert compilations() == before
+    assert_nothing_compiles(lambda: drafting(path, head), without)
 
 
 @pytest.mark.slow
