@@ -6,9 +6,10 @@ The commands import JAX and the library when they run, so that `--help` answers 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from inferlib.cli.bench import bench
 from inferlib.cli.chat import chat
@@ -27,7 +28,23 @@ from inferlib.cli.serve import serve
 from inferlib.cli.targets import targets
 from inferlib.cli.tune import tune
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+class Commands(TyperGroup):
+    """The commands of `inferlib`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command, and show where an EOFError comes from.
+
+        Typer takes it for a closed terminal and prints "Aborted." alone. `chat` handles a closed terminal itself, so
+        any other end of file is a fault.
+        """
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise RuntimeError("something ended before all of it was read") from error
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:

@@ -353,6 +353,18 @@ def test_other_exceptions_keep_their_traceback(inferlib, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_end_of_file_keeps_its_traceback(inferlib, monkeypatch):
+    """Typer alone would print "Aborted." and hide where it came from."""
+
+    def ended(*args, **options):
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(inferlib, "build", ended)
+    result = inferlib.generate("x")
+    assert isinstance(result.exception, RuntimeError)
+    assert isinstance(result.exception.__cause__, EOFError)
+
+
 def test_full_disk_under_stdout(monkeypatch, capsys):
     # Closing it fails, too.
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:
