@@ -22,6 +22,7 @@ from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
 from inferlib.draft_files import open_draft
 from inferlib.inspection.hlo import Copy, Module
+from inferlib.inspection.overlap import overlaps
 from inferlib.model_files import ModelFiles
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.programs.page_transfer import PageTransfer
@@ -101,6 +102,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "uncosted": cost.uncosted,
         "balanced": cost.balanced,
         "collectives": [asdict(c) for c in module.collectives],
+        "overlaps": [asdict(o) for o in overlaps(module, weights)] if programs.config.platform == "tpu" else [],
         "kernels": [asdict(k) for k in module.kernels],
         "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.specs], 0),

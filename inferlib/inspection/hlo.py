@@ -239,6 +239,38 @@ class Module:
         counts = self.cost.copies.items()
         return tuple(Copy(*key, count) for key, count in counts if key[0] in wanted and key[2] >= smallest)
 
+    def loop(self, i: Instruction, times: int) -> tuple[Computation, Computation, int]:
+        """The body and condition of a loop that runs `times` times in a step, and its trips."""
+        body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
+        trips = _trips(i, condition, self.computations)
+        return body, condition, 1 if times == 1 and trips == self.counted else trips
+
+    def branches(self, i: Instruction) -> list[Computation]:
+        """The computations of a conditional, of which all count."""
+        return [self.computations[name] for name in _branches(i)]
+
+    def moved(self, computation: Computation, i: Instruction) -> int:
+        """Bytes that an instruction reads from HBM and writes to HBM."""
+        free = i.op in _FREE or '"AllocateBuffer"' in i.rest
+        return 0 if free else sum(self._moved(computation, i))
+
+    def declared(self, computation: Computation, i: Instruction) -> tuple[int, int, int] | None:
+        """`Instruction.declared_cost` without the bytes of arrays on chip."""
+        if (declared := i.declared_cost) is None:
+            return None
+        return max(declared[0] - self._on_chip(computation, i), 0), *declared[1:]
+
+    def collective_bytes(self, computation: Computation, i: Instruction) -> int:
+        """Bytes of a collective's whole arrays: the input of a reduce-scatter, the results of others."""
+        if i.collective == "reduce-scatter":
+            return sum(s.nbytes for o in i.operands for s in computation.instructions[o].shapes)
+        shapes = i.shapes
+        if i.op == "all-gather-start" or i.op == "collective-permute-start":
+            shapes = shapes[len(i.operands) : 2 * len(i.operands)]
+        elif i.op == "all-reduce-start":
+            shapes = shapes[: len(i.operands)]
+        return sum(s.nbytes for s in shapes)
+
     # ---- a step's cost
 
     def _add(self, computation: Computation, times: int, origins: dict[str, dict[tuple, int]], cost: StepCost) -> None:
@@ -248,11 +280,8 @@ class Module:
         """
         for i in computation.instructions.values():
             if i.op == "while":
-                body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
-                trips = _trips(i, condition, self.computations)
+                body, condition, trips = self.loop(i, times)
                 cost.balanced += i.expected_trips is not None
-                if times == 1 and trips == self.counted:
-                    trips = 1
                 for part in (body, condition):
                     arguments = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
                     self._add(part, times * trips, arguments, cost)
@@ -262,13 +291,12 @@ class Module:
                     pairs = zip(called.parameters, i.operands, strict=False)
                     self._add(called, times, {p.name: dict(origins.get(o, {})) for p, o in pairs}, cost)
             elif i.op == "conditional":
-                for name in _branches(i):
-                    self._add(self.computations[name], times, {}, cost)
+                for branch in self.branches(i):
+                    self._add(branch, times, {}, cost)
             if kind := i.collective:
-                cost.collectives[kind, self._collective_bytes(computation, i)] += times
-            if declared := i.declared_cost:
+                cost.collectives[kind, self.collective_bytes(computation, i)] += times
+            if declared := self.declared(computation, i):
                 nbytes, flops, sent = declared
-                nbytes = max(nbytes - self._on_chip(computation, i), 0)
                 cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops, sent] += times
                 cost.bytes += times * nbytes
                 continue
@@ -276,8 +304,7 @@ class Module:
                 cost.cycles += times * i.cycles
             elif i.collective or i.op in ("fusion", "custom-call", "scatter"):
                 cost.uncosted += times
-            if i.op not in _FREE and '"AllocateBuffer"' not in i.rest:
-                cost.bytes += times * sum(self._moved(computation, i))
+            cost.bytes += times * self.moved(computation, i)
             self._track(computation, i, times, origins, cost)
 
     def _track(self, computation: Computation, i: Instruction, times: int, origins: dict, cost: StepCost) -> None:
@@ -338,17 +365,6 @@ class Module:
             and i.shapes[0].elements
             == max(p.shapes[0].elements for p in self.computations[i.called("calls")].parameters)
         )
-
-    def _collective_bytes(self, computation: Computation, i: Instruction) -> int:
-        """Bytes of the whole arrays: the input of a reduce-scatter, the results of other collectives."""
-        if i.collective == "reduce-scatter":
-            return sum(s.nbytes for o in i.operands for s in computation.instructions[o].shapes)
-        shapes = i.shapes
-        if i.op == "all-gather-start" or i.op == "collective-permute-start":
-            shapes = shapes[len(i.operands) : 2 * len(i.operands)]
-        elif i.op == "all-reduce-start":
-            shapes = shapes[: len(i.operands)]
-        return sum(s.nbytes for s in shapes)
 
     def _on_chip(self, computation: Computation, i: Instruction) -> int:
         """Bytes of a kernel's operands and results that lie on chip."""

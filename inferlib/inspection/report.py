@@ -125,6 +125,11 @@ class ProgramReport:
     def collectives(self) -> list[dict[str, Any]]:
         return (self.outcome.facts or {}).get("collectives", [])
 
+    @property
+    def overlaps(self) -> list[dict[str, Any]]:
+        """See `inferlib.inspection.overlap.Overlap`."""
+        return (self.outcome.facts or {}).get("overlaps", [])
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -249,7 +254,7 @@ class Report:
             programs.append(
                 {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
                 | {"error": p.outcome.error, **fields, "estimate": p.estimate}
-                | {"collectives": p.collectives, "kernels": p.kernels}
+                | {"collectives": p.collectives, "overlaps": p.overlaps, "kernels": p.kernels}
                 | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
                 | {
                     name: (p.outcome.facts or {}).get(name)

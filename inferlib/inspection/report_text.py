@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from inferlib.inspection.report import Latency, ProgramReport, Report, gib
 from inferlib.tables import Part
+
+_HIDES = 1 << 20  # bytes of weights whose fetch hides a part of a collective that is worth a word
 
 
 def parts(report: Report, name: str) -> list[Part]:
@@ -96,7 +99,13 @@ def _collectives(report: Report) -> list[str]:
 
 
 def collectives_text(p: ProgramReport) -> str:
-    return ", ".join(f"{c['count']} {c['kind']} of {_mib(c['nbytes'])}" for c in p.collectives)
+    text = ", ".join(f"{c['count']} {c['kind']} of {_mib(c['nbytes'])}" for c in p.collectives)
+    if not p.overlaps:
+        return text
+    ahead = [o["ahead"] for o in p.overlaps for _ in range(o["count"])]
+    hidden = sum(size >= _HIDES for size in ahead)
+    bytes_text = f", {_mib(median(ahead))} in the median" if hidden else ""
+    return f"{text}; {hidden} of {len(ahead)} run while {_mib(_HIDES)} of weights or more are fetched{bytes_text}"
 
 
 def _kernels(report: Report) -> list[str]:
