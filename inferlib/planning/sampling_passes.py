@@ -12,8 +12,8 @@ from inferlib.programs.program import Mode
 _GREEDY = 3
 # The head writes, bans and allowed tokens read and write, penalties read logits and counts and write, temperature
 # reads and writes, the mass of what min_p and top_k leave reads and writes, its sum and the draw read: 13. Then each of
-# the 31 bits of a threshold reads the distances, for top_k, and distances and masses, for top_p.
-_SAMPLE = 13 + 31 * 1 + 31 * 2
+# the 8 digits of a threshold reads the distances, for top_k, and distances and masses, for top_p.
+_SAMPLE = 13 + 8 * 1 + 8 * 2
 # Beside that: the normaliser, the rank and what is sorted. The sort itself is not counted.
 _LOGPROBS = _SAMPLE + 10
 _PASSES: dict[Mode, int] = {"greedy": _GREEDY, "sample": _SAMPLE, "logprobs": _LOGPROBS}

@@ -31,7 +31,15 @@ from inferlib.models.decoder import Decoder
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState, map_state, state_axes
-from inferlib.programs.verification import Tally, accepted, gathered, hidden_of_tokens, verification_batch
+from inferlib.programs.verification import (
+    Advance,
+    Tally,
+    accepted,
+    gathered,
+    hidden_of_tokens,
+    verification_batch,
+)
+from inferlib.sampling.drafted import sample_drafted
 from inferlib.sampling.sampler import (
     Sampled,
     Vocabulary,
@@ -51,6 +59,7 @@ Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # of those that sample, the programs of each do all that those before do
 DEVICE_MODES = MODES[:3]  # in which tokens are chosen on the device: what is compiled unless another is asked for
 _TILE_ROWS = 16  # rows of a tile of those that share a prefix
+BRANCHES_ARE_CHEAP = ("cpu", "tpu")  # platforms; GPUs wait for the host at each, Trainium has none
 LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
 
 
@@ -423,12 +432,21 @@ class _Maker:
 
     def advance(self, rows: RowState, logits: jax.Array, mask: jax.Array | None = None) -> tuple[RowState, Sampled]:
         """Sample the next token of every row, of those in its mask, and account for it; inactive rows yield -1."""
+        params, mode = unpack(rows.ints, rows.floats), self.sampling_mode
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary, mask=mask)
+        return self.account(rows, sampled)
+
+    @property
+    def sampling_mode(self) -> Literal["greedy", "sample", "logprobs"]:
         mode = self.key.mode
         assert mode in ("greedy", "sample", "logprobs")
+        return mode
+
+    def account(self, rows: RowState, sampled: Sampled) -> tuple[RowState, Sampled]:
+        """The rows with their next token; inactive rows stay as they are and yield -1."""
         params = unpack(rows.ints, rows.floats)
-        sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary, mask=mask)
         token, counts, floats = sampled.token, rows.counts, rows.floats
-        if mode != "greedy":
+        if self.key.mode != "greedy":
             counts = count_tokens(counts, token, rows.active, self.vocabulary)
             floats = follow_bad_words(params, floats, token)
         live = rows.active.astype(jnp.int32)
@@ -447,13 +465,19 @@ class _Maker:
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
     def advance_any(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
-        """`advance`, which is left out if no row is active, where sampling takes long and branches are cheap: GPUs wait
-        for the host at each."""
-        if self.key.mode == "greedy" or self.config.platform not in ("cpu", "tpu"):
-            return self.advance(rows, logits)
+        """`advance`, which is left out if no row is active."""
         _, shapes = jax.eval_shape(self.advance, rows, logits)
         nothing = jax.tree.map(lambda s: jnp.full(s.shape, -1, s.dtype), shapes)
         return lax.cond(self.any_row(rows.active), self.advance, lambda rows, _: (rows, nothing), rows, logits)
+
+    def advance_at(self, rows: RowState, logits: jax.Array, drafts: jax.Array) -> Advance:
+        """How `accepted` advances the rows at each position of logits [B, C, V]."""
+        if self.key.mode != "greedy" and self.config.platform in BRANCHES_ARE_CHEAP:
+            return lambda rows, i: self.advance_any(rows, logits[:, i])
+        params = unpack(rows.ints, rows.floats)
+        more: Any = dict(mode=self.sampling_mode, vocabulary=self.vocabulary)
+        sampled = sample_drafted(logits, params, rows.counts, rows.generated, drafts, **more)
+        return lambda rows, i: self.account(rows, jax.tree.map(lambda x: x[i], sampled))
 
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """A pass over each row's last token, and logits [B, V] of the next one."""
@@ -488,7 +512,7 @@ class _Maker:
             ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
             logits, counts = logits[:, None], rows.active.astype(jnp.int32)
         rows = self.stored(weights, ran, rows, counts)
-        rows, sampled, tally = accepted(self.advance_any, rows, logits, drafts)
+        rows, sampled, tally = accepted(self.advance_at(rows, logits, drafts), rows, drafts, logits.shape[1])
         return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):

@@ -20,7 +20,7 @@ from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled
 from inferlib.speculation.drafter import rolled
 
-Advance = Callable[[RowState, jax.Array], tuple[RowState, Sampled]]
+Advance = Callable[[RowState, int], tuple[RowState, Sampled]]
 
 
 def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> tuple[StepBatch, jax.Array]:
@@ -44,17 +44,17 @@ class Tally(NamedTuple):
     stood: jax.Array
 
 
-def accepted(advance: Advance, rows: RowState, logits: jax.Array, drafts: jax.Array) -> tuple[RowState, Sampled, Tally]:
+def accepted(advance: Advance, rows: RowState, drafts: jax.Array, positions: int) -> tuple[RowState, Sampled, Tally]:
     """The rows after the tokens that they generate in a step; these, [C, B], of which those behind the first draft that
     does not stand are -1; and what became of the drafts.
 
-    advance: chooses a token of every row that is active, and accounts for it. logits: [B, C, V] after the last token
-    and after each draft. drafts: at least C - 1 of each row; one more is only compared.
+    advance: accounts for the token of every active row at a position: 0 follows the last token, i the i-th draft.
+    drafts: at least C - 1 of each row; one more is only compared. positions: C.
     """
     going, steps = rows.active, []
     tally = Tally(*jnp.zeros((2, rows.token.size), jnp.int32))
-    for i in range(logits.shape[1]):
-        new, sampled = advance(rows._replace(active=going), logits[:, i])
+    for i in range(positions):
+        new, sampled = advance(rows._replace(active=going), i)
         floats = jnp.where(going[:, None], new.floats, rows.floats)
         rows = new._replace(active=jnp.where(going, new.active, rows.active), floats=floats)
         steps.append(sampled)

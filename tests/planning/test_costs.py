@@ -195,15 +195,15 @@ def test_a_decode_step_by_hand():
 
 
 def test_sampling_passes_over_the_logits_of_rows_and_chunks():
-    """Greedy: the head writes, and argmax reads twice. Sampled: 31 bits of two thresholds, and 13 passes more."""
+    """Greedy: the head writes, and argmax reads twice. Sampled: 8 digits of two thresholds, and 13 passes more."""
     it, vocab = deployed("llama3-8b", "cuda:h200-2", "tp=2"), 128256 // 2
     greedy, sampled = (it.decode(512, 300, mode, longest=1024).activation_bytes for mode in ("greedy", "sample"))
-    assert sampled - greedy == (13 + 31 * 3 - 3) * 512 * vocab * 4
+    assert sampled - greedy == (13 + 8 * 3 - 3) * 512 * vocab * 4
     assert greedy - it.decode(512, 300, longest=1024).activation_bytes == 0
     chunks = [(0.0, 32)] * 256
     keys = [ProgramKey(mode, 512, 1024, chunks=256, chunk=32) for mode in ("greedy", "sample")]
     greedy, sampled = (it.mixed(key, 300, chunks).activation_bytes for key in keys)
-    assert sampled - greedy == (13 + 31 * 3 - 3) * (512 + 256) * vocab * 4
+    assert sampled - greedy == (13 + 8 * 3 - 3) * (512 + 256) * vocab * 4
 
 
 def test_long_rows_are_shares_that_are_merged():

@@ -447,7 +447,7 @@ def test_pack_and_unpack_agree():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "neuron"])
 def test_compiles_to_plain_reductions(platform):
-    """No sort and no control flow that depends on data: some targets lack them, and Trainium has no loops either."""
+    """No sort and no control flow: some targets lack them, or are slow at them."""
     abstract = functools.partial(jax.ShapeDtypeStruct, (2, 64))
     traced = jax.jit(functools.partial(sample, mode="sample")).trace(
         abstract(jnp.float32),
@@ -458,5 +458,4 @@ def test_compiles_to_plain_reductions(platform):
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo").get_hlo_module().to_string()
     operations = set(re.findall(r" ([\w-]+)\(", module))
     assert "reduce" in operations
-    assert ("while" in operations) == (platform != "neuron")
-    assert not operations & {"sort", "topk", "conditional", "custom-call"}
+    assert not operations & {"sort", "topk", "conditional", "while", "custom-call"}

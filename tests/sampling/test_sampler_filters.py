@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib.sampling import SamplingParams, pack, unpack
-from inferlib.sampling.sampler import keep
+from inferlib.sampling.sampler import WHOLE, _threshold_bit_by_bit, _threshold_by_digits, keep
 from tests.helpers.sampler_reference import reference_keep
+
+
+@jax.jit
+def jit_by_digits(bits, weights, target):
+    return _threshold_by_digits(bits, weights, target, WHOLE)
+
+
+@jax.jit
+def jit_bit_by_bit(bits, weights, target):
+    return _threshold_bit_by_bit(bits, weights, target, WHOLE)
 
 
 @jax.jit
@@ -90,3 +100,17 @@ def test_ties_at_the_threshold_are_all_kept():
     distance = np.float32([0, 1, 1, 1, 2, np.inf])
     by_k, by_p = keep_masks(distance, [SamplingParams(top_k=2), SamplingParams(top_p=0.6)])
     assert by_k.tolist() == by_p.tolist() == [True, True, True, True, False, False]
+
+
+@settings(max_examples=100)
+@given(
+    distances=st.lists(LOGITS, min_size=24, max_size=24),
+    target=st.one_of(st.floats(0, 30, width=32), st.sampled_from([1.0, 24.0, np.inf])),
+    seed=st.integers(0, 9),
+)
+def test_few_passes_settle_what_many_do(distances, target, seed):
+    """GPUs settle four bits of a threshold at a time. Weights are eighths: their sums are exact in any order."""
+    bits = np.abs(np.float32(distances)).view(np.int32)[None]
+    for weights in (1.0, np.random.default_rng(seed).integers(0, 9, bits.shape).astype(np.float32) / 8):
+        arguments = bits, weights, np.full((1, 1), target, np.float32)
+        np.testing.assert_array_equal(jit_by_digits(*arguments), jit_bit_by_bit(*arguments))

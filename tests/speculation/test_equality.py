@@ -10,6 +10,7 @@ from inferlib import LLM, Buckets
 from inferlib.config import ConfigurationError
 from inferlib.ops.backend import Backend
 from inferlib.outputs import RequestOutput
+from inferlib.programs import program
 from inferlib.programs.counter import compilations
 from inferlib.speculation.settings import Speculation
 from tests.helpers.engines import assert_accounted
@@ -46,8 +47,13 @@ def expected(without) -> list[RequestOutput]:
     return run(without, JOBS)
 
 
-def test_all_options_in_one_batch(path, without, expected):
-    """With cached prefixes, rows that lose their pages, and drafts of all kinds; the second time all is cached."""
+@pytest.mark.parametrize("platforms", [("cpu",), ()], ids=["branches", "no branches"])
+def test_all_options_in_one_batch(platforms, path, without, expected, monkeypatch):
+    """With cached prefixes, rows that lose their pages, and drafts of all kinds; the second time all is cached.
+
+    Where branches are not cheap, all positions are sampled at once.
+    """
+    monkeypatch.setattr(program, "BRANCHES_ARE_CHEAP", platforms)
     drafter = drafter_of(expected, *MIXED)
     llm = tight(path, without.config.buckets, decode_steps=3, speculation=Speculation(drafter, tokens=3))
     for _ in range(2):
