@@ -150,7 +150,7 @@ class ModelFiles:
                 f"{self.path} has {stored} weights, which cannot become {wanted}: quantise the original, or leave "
                 "quantization out"
             )
-        return replace(quantization, unquantized=stored.unquantized)  # the same weights, for other products
+        return replace(stored, name=quantization.name, scheme=quantization.scheme)  # the same weights, other products
 
     @property
     def nbytes(self) -> int:

@@ -294,6 +294,7 @@ def abstract_module(
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
+        _must_keep_rotations(weight, shards)
     weights = _packed(weights, dtype, backend, shards)
     stored = jax.tree.unflatten(tree, [_stored(p, w) for p, w in zip(params, weights, strict=True)])
     model = AbstractModel(layout, np.dtype(dtype), segments, weights, adapters, (), graph, jax.tree.structure(stored))
@@ -349,7 +350,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
     block, parts = (path[1], path[2:]) if path[0] == "blocks" else (None, path)
     part = ".".join(str(x) for x in parts).removesuffix(".weight")
     stacked = p.axes[0] == axes.LAYERS
-    quantized = quantization if quantization and p.contracting and part not in quantization.unquantized else None
+    scheme = quantization.scheme_of(part) if quantization and p.contracting else None
     return WeightSpec(
         name=".".join(str(x) for x in path),
         shape=p.shape,
@@ -359,7 +360,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
         block=block,
         part=part,
         contracting=tuple(i + stacked for i in p.contracting),
-        scheme=quantized and _scheme(quantized.scheme, p),
+        scheme=scheme and _scheme(scheme, p),
     )
 
 
@@ -388,4 +389,18 @@ def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, sha
             f"quantization {quantization.name!r} gives each {group} of the {size} elements of {weight.part} along "
             f"{name!r} a scale, and {count} devices of the {' and '.join(shards.mesh_axes(name))} axis would cut such "
             f"groups: use {whole}int8 or fp8, or one of {able} devices"
+        )
+
+
+def _must_keep_rotations(weight: WeightSpec, shards: Shards) -> None:
+    """Raise ShardingError if the mesh would cut inputs that are rotated together."""
+    if weight.scheme is None or not weight.scheme.rotation:
+        return
+    at = weight.contracting[-1]
+    name, size, rotation = weight.axes[at], weight.shape[at], weight.scheme.rotation
+    if size // (count := shards.size(name)) % rotation:
+        able = [n for n in range(1, min(size // rotation, 256) + 1) if size // rotation % n == 0]
+        raise ShardingError(
+            f"each {rotation} of the {size} inputs of {weight.part} are rotated together, and {count} devices of the "
+            f"{' and '.join(shards.mesh_axes(name))} axis would cut them: use one of {able} devices"
         )

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inferlib.models.config import ConfigError
+from inferlib.ops.hadamard import factors_of
 from inferlib.ops.quantized import SCHEMES, Scheme
 
 # Schemes by the names that users write. With _a8, the inputs of products are rounded too: to MXFP8, or by token to int8
 # or fp8.
 _ROUNDING = ("int8", "fp8", "mxfp8", "mxfp4")
 QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in _ROUNDING}
+# The parts of a dense feed-forward whose inputs may be rotated while the model runs.
+ROTATED = ("mlp.down", "mlp.shared.down")
 _VALUES = frozenset(scheme.values for scheme in SCHEMES.values())
 _SCALES = frozenset(scheme.scales for scheme in SCHEMES.values())
 
@@ -23,12 +26,14 @@ class Quantization:
     "mlp.down", ...).
 
     Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype, and so does a head that is
-    the embedding. name: the name that users write.
+    the embedding. name: the name that users write. rotation: how many consecutive inputs of a dense feed-forward's down
+    projection are rotated together while the model runs, see `Scheme`; 0: they are not.
     """
 
     name: str
     scheme: Scheme
     unquantized: tuple[str, ...] = ()
+    rotation: int = 0
 
     @staticmethod
     def named(name: str) -> Quantization:
@@ -52,7 +57,20 @@ class Quantization:
             raise ConfigError(f"no weights are stored as {scheme}")
         if not all(isinstance(text, str) for text in (value["name"], *unquantized)):
             raise TypeError("name and parts of a quantization must be text")
-        return Quantization(value["name"], scheme, tuple(unquantized))
+        rotation = value.get("rotation", 0)
+        if type(rotation) is not int or rotation < 0:
+            raise TypeError("the rotation of a quantization must be a size")
+        try:
+            factors_of(max(rotation, 1))
+        except ValueError as error:
+            raise ConfigError(f"no inputs are rotated by {rotation}: {error}") from None
+        return Quantization(value["name"], scheme, tuple(unquantized), rotation)
+
+    def scheme_of(self, part: str) -> Scheme | None:
+        """The scheme of a weight that products multiply by; None if it is not quantised."""
+        if part in self.unquantized:
+            return None
+        return replace(self.scheme, rotation=self.rotation) if part in ROTATED else self.scheme
 
     def __str__(self) -> str:
         return self.name

@@ -17,7 +17,15 @@ from inferlib.calibration.layer_weights import LayerParts, Weights
 from inferlib.calibration.matrices import MatrixForm
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import MatrixReport
-from inferlib.calibration.rotation import check_rotates, rotate_layer, rotate_outside, untied
+from inferlib.calibration.rotation import (
+    check_rotates,
+    online_rotation,
+    rotate_back,
+    rotate_inputs,
+    rotate_layer,
+    rotate_outside,
+    untied,
+)
 from inferlib.calibration.rounding import round_matrix
 from inferlib.calibration.smoothing import sites, smooth
 from inferlib.calibration.store import Store
@@ -56,6 +64,7 @@ class Job:
         if recipe.rotate:
             outside = {weight.part.removesuffix(".bias") for weight in original.weights if weight.block is None}
             check_rotates([layer_parts(original, i) for i in range(len(config.layers))], outside)
+            quantization = replace(quantization, rotation=online_rotation(original.weights))
             if config.tied:  # the head stays as it was, and is not the embedding
                 hf = _untied(hf)
                 quantization = replace(quantization, unquantized=("head",))
@@ -191,12 +200,13 @@ def _by_part(recorded: Recorded) -> dict[str, InputSums]:
 
 
 def _whole(spec: WeightSpec, arrays: Sequence[jax.Array]) -> jax.Array:
-    """A stored weight as float32 numbers."""
+    """A stored weight as float32 numbers, for inputs that are not rotated."""
     values = [np.asarray(array).astype(np.float32) for array in arrays]
     if spec.scheme is None:
         return jnp.asarray(values[0])
     shared = spec.contracting if spec.scheme.group is None else (spec.contracting[-1] + 1,)
-    return jnp.asarray((values[0] * np.expand_dims(values[1], shared)).reshape(spec.shape))
+    whole = jnp.asarray((values[0] * np.expand_dims(values[1], shared)).reshape(spec.shape))
+    return rotate_back(whole, spec.contracting[-1], spec.scheme.rotation) if spec.scheme.rotation else whole
 
 
 def _round(
@@ -209,8 +219,10 @@ def _round(
     if sums is None:  # a product that nothing records
         zeros = jnp.zeros((count, inputs))
         sums = InputSums(jnp.zeros((count, inputs, inputs)), zeros, zeros, jnp.zeros((count,)))
-    values, scales, totals = [], [], np.zeros(3)
-    for matrix, products, tokens in zip(form.matrices(w), sums.products, np.asarray(sums.counts), strict=True):
+    matrices, values, scales, totals = form.matrices(w), [], [], np.zeros(3)
+    if scheme.rotation:
+        matrices, sums = rotate_inputs(matrices, sums, scheme.rotation)
+    for matrix, products, tokens in zip(matrices, sums.products, np.asarray(sums.counts), strict=True):
         h = products / max(float(tokens), 1.0)
         if not bool(jnp.all(jnp.isfinite(h)) & jnp.all(jnp.isfinite(matrix))):
             raise CheckpointError(

@@ -2,12 +2,14 @@
 
 A model whose norms have no weights computes the same if its residual is rotated: RMS norms do not change under
 rotations, and matrices take them back. A Hadamard rotation spreads outliers over all channels, so that matrices are
-easier to round. The feed-forward's hidden channels would need a rotation while the model runs, and stay as they are.
+easier to round. Hidden channels of feed-forwards are rotated while the model runs (`ops.hadamard`), which the weights
+of dense down projections undo.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -20,9 +22,13 @@ from inferlib.calibration.layer_weights import LayerParts, Weights, values_of
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import ROTATED
+from inferlib.ops.hadamard import hadamard, rotation_matrix
+from inferlib.ops.observed import InputSums
 from inferlib.sharding import axes
 
 _SEED = 0
+_ONLINE = 128  # inputs that are rotated together while the model runs, as wide as matrix units are; more gained nothing
 
 
 @cache
@@ -30,38 +36,11 @@ def rotation(size: int) -> np.ndarray:
     """An orthogonal matrix [size, size], float64: a Hadamard matrix with random signs, the same at each call; if none
     of the size is known, a random rotation."""
     generator = np.random.default_rng(_SEED)
-    hadamard = _hadamard(size)
-    if hadamard is None:
+    signs = hadamard(size)
+    if signs is None:
         q, r = np.linalg.qr(generator.standard_normal((size, size)))
         return q * np.sign(np.diag(r))
-    return generator.choice([-1.0, 1.0], size)[:, None] * hadamard / math.sqrt(size)
-
-
-def _hadamard(size: int) -> np.ndarray | None:
-    """A Hadamard matrix of +-1: a Kronecker product of Sylvester's and Paley's."""
-    if size == 1:
-        return np.ones((1, 1))
-    for order in range(size, 1, -1):
-        if size % order == 0 and (factor := _factor(order)) is not None:
-            rest = _hadamard(size // order)
-            if rest is not None:
-                return np.kron(factor, rest)
-    return None
-
-
-def _factor(order: int) -> np.ndarray | None:
-    """Sylvester's matrix of order 2, or Paley's first of order q + 1, for a prime q that is 3 modulo 4."""
-    if order == 2:
-        return np.array([[1.0, 1.0], [1.0, -1.0]])
-    q = order - 1
-    if order % 4 or q % 2 == 0 or any(q % n == 0 for n in range(3, math.isqrt(q) + 1, 2)) or q > 200:
-        return None
-    residues = {i * i % q for i in range(1, q)}
-    character = np.array([0.0] + [1.0 if i in residues else -1.0 for i in range(1, q)])
-    matrix = np.eye(order)
-    matrix[0, 1:], matrix[1:, 0] = 1.0, -1.0
-    matrix[1:, 1:] += character[(np.arange(q)[None, :] - np.arange(q)[:, None]) % q]
-    return matrix
+    return generator.choice([-1.0, 1.0], size)[:, None] * signs / math.sqrt(size)
 
 
 def check_rotates(layers: list[LayerParts], outside: set[str]) -> None:
@@ -78,6 +57,36 @@ def check_rotates(layers: list[LayerParts], outside: set[str]) -> None:
 def untied(config: ModelConfig) -> ModelConfig:
     """The rotated model's configuration: the head takes the final norm's weight, so it is not the embedding."""
     return replace(config, tied=False)
+
+
+def online_rotation(weights: Iterable[WeightSpec]) -> int:
+    """How many consecutive inputs of dense down projections are rotated together while the model runs; 0: there are no
+    such projections.
+
+    As many as divide those of all of them, so that meshes can split them between rotations.
+    """
+    sizes = [weight.shape[weight.contracting[-1]] for weight in weights if weight.part in ROTATED]
+    rotation = math.gcd(_ONLINE, *sizes) if sizes else 0
+    return rotation if rotation > 1 else 0
+
+
+def rotate_inputs(w: jax.Array, sums: InputSums, size: int) -> tuple[jax.Array, InputSums]:
+    """Matrices [E, I, O] and the sums over their inputs, of which each `size` consecutive ones are rotated together."""
+    turn = jnp.asarray(rotation_matrix(size), jnp.float32)
+    products = _in_runs(_in_runs(sums.products, 1, turn), 2, turn)
+    return _in_runs(w, 1, turn), sums._replace(products=products)
+
+
+def rotate_back(w: jax.Array, dim: int, size: int) -> jax.Array:
+    """A weight whose inputs, along `dim`, were rotated by `rotate_inputs`, as it was before."""
+    return _in_runs(w, dim, jnp.asarray(rotation_matrix(size).T, jnp.float32))
+
+
+def _in_runs(w: jax.Array, dim: int, turn: jax.Array) -> jax.Array:
+    """The weight with each run of a dimension multiplied by a matrix [old, new]."""
+    size = turn.shape[0]
+    runs = w.reshape(*w.shape[:dim], w.shape[dim] // size, size, *w.shape[dim + 1 :])
+    return _along(runs, dim + 1, turn).reshape(w.shape)
 
 
 def rotate_layer(layer: LayerParts, weights: Weights) -> Weights:

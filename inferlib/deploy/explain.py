@@ -234,6 +234,7 @@ class ModelExplanation(Tables):
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
+            "rotation": self.quantization.rotation if self.quantization else 0,
         }
         if self.draft:
             weights = {dtype: model.nbytes for dtype, model in self.draft.items()}

@@ -15,6 +15,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.hadamard import rotated
 from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
@@ -91,6 +92,8 @@ def matmul(
     by the weight: a PackedTensor, or a RingWeight, with which x or the result is this device's share of the tokens.
     """
     product = Product(contract, activation, out_dtype or x.dtype, backend)
+    if isinstance(w, QuantizedTensor | PackedTensor) and w.rotation:
+        x = rotated(whole(x), w.rotation)
     if multiply := _PRODUCTS.get(type(w)):
         return multiply(x, w, product)
     return product.activated(_dense(whole(x), cast(jax.Array, w), product, transposed))
@@ -103,6 +106,7 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> j
     """
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, blocks, row_matmul
 
+    x = rotated(x, w.rotation) if w.rotation else x
     rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
     matrices, inputs, outputs = values.shape
     splits = blocks(matrices, inputs, outputs, values.dtype, rows=rows).splits

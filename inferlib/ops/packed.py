@@ -40,7 +40,7 @@ class PackedTensor:
     """A packed weight: one layer's, or a stack of which `layer` is used.
 
     values, scales, tops: see `packed_weights_tpu.Weight`. apart: the first dimension of a product is P. rest: N merges
-    several dimensions; these are all but the first of them. round_inputs: see `Scheme`.
+    several dimensions; these are all but the first of them. round_inputs, rotation: see `Scheme`.
     """
 
     values: jax.Array
@@ -50,6 +50,7 @@ class PackedTensor:
     apart: bool = field(default=False, metadata={"static": True})
     rest: tuple[int, ...] = field(default=(), metadata={"static": True})
     round_inputs: bool = field(default=False, metadata={"static": True})
+    rotation: int = field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -244,8 +245,9 @@ class Packing:
 
     def tensor(self, *arrays: Any) -> PackedTensor:
         """The tensor that these arrays are, in the order of `arrays`; they may be shapes."""
-        rounds = self.scheme is not None and self.scheme.round_inputs
-        return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], round_inputs=rounds)
+        inputs = (self.scheme.round_inputs, self.scheme.rotation) if self.scheme is not None else (False, 0)
+        options: dict[str, Any] = dict(zip(("round_inputs", "rotation"), inputs, strict=True))
+        return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], **options)
 
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The packed arrays, computed from the scheme's. Traceable."""

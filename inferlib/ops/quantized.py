@@ -28,7 +28,8 @@ class Scheme:
     values, scales: dtypes. group: number of elements that share a scale; None: a whole channel does. zeros: they share
     a zero point too, of the values' dtype, an integer. round_inputs: inputs of the product are rounded too, as matrix
     units take them: to MXFP8 in the same groups, or, if a channel shares a scale, to the values' dtype where there are
-    many rows (see `eight_bits`).
+    many rows (see `eight_bits`). rotation: inputs are rotated first, as many at a time (see `hadamard`), and the weight
+    is the rotated one's; 0: they are not.
 
     If `group` does not divide a dimension, its groups have the greatest common divisor of the two.
     """
@@ -38,6 +39,7 @@ class Scheme:
     scales: str = "float32"
     zeros: bool = False
     round_inputs: bool = False
+    rotation: int = 0
 
     def __post_init__(self):
         if self.round_inputs and self.group is None and (self.zeros or self.values not in EIGHT_BITS):
@@ -74,7 +76,7 @@ class Scheme:
 
     def tensor(self, values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> QuantizedTensor:
         """The tensor made of a weight's arrays, in the order of `arrays`."""
-        return QuantizedTensor(values, scales, self.group is not None, zeros, self.round_inputs)
+        return QuantizedTensor(values, scales, self.group is not None, zeros, self.round_inputs, self.rotation)
 
 
 MX_GROUP = 32  # elements that share a scale in MX formats
@@ -94,13 +96,14 @@ SCHEMES = {
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A weight as values, scales and zero points (None: all are 0); see `Scheme.arrays`. grouped: groups, not channels,
-    share a scale. round_inputs: see `Scheme`."""
+    share a scale. round_inputs, rotation: see `Scheme`."""
 
     values: jax.Array
     scales: jax.Array
     grouped: bool = field(metadata={"static": True})
     zeros: jax.Array | None = None
     round_inputs: bool = field(default=False, metadata={"static": True})
+    rotation: int = field(default=0, metadata={"static": True})
 
     @property
     def rounds_tokens(self) -> bool:

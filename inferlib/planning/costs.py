@@ -26,6 +26,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
+from inferlib.ops.hadamard import factors_of, operations
 from inferlib.ops.quantized import nbytes
 from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
@@ -345,6 +346,8 @@ class Deployed:
         parts = [self._product(m, count[m.use], tokens) for m in self.matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
         kernels, cache = [part for part, _ in parts], 0.0
+        rotations = [self._rotation(m, count[m.use]) for m in self.matrices if m.packed is not None]
+        kernels, flops = kernels + rotations, flops + sum(part.flops for part in rotations)
         for block, q in itertools.product(self.blocks, queries):
             done, touched = self._attention(block, q)
             latent, partial_sums = isinstance(block.attention, MlaSpec), self._partial_sums(block, q)
@@ -408,6 +411,16 @@ class Deployed:
             elements = m.elements * m.count * read
         product = Part(rate, rates.rounded(rate, times) * flops, m.nbytes * read + moved, elements, m.layers)
         return product, (flops, m.nbytes * read, moved)
+
+    def _rotation(self, m: Matrix, rows: float) -> Part:
+        """The rotation of a matrix's inputs, if its scheme has one; they stay on chip."""
+        scheme = None if m.packed is None else m.packed.scheme
+        if scheme is None or not scheme.rotation:
+            return Part(PEAK, 0.0, 0.0)
+        numbers = rows * self._row_shards(m) * m.inner * m.layers
+        rate = rates.ROTATION_GPU if self._backend.matmul == "pallas_gpu" else PEAK
+        launches = m.layers * len(factors_of(scheme.rotation))
+        return Part(rate, operations(scheme.rotation) * numbers, 0.0, 0.0, launches)
 
     def _small(self, tokens: Tokens) -> float:
         """Seconds of the small operations of all layers."""

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inferlib import LLM, TextSample, calibrate
+from inferlib import LLM, TextSample, calibrate, explain
 from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.job import Job
 from inferlib.calibration.store import RECORD
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
+from inferlib.sharding.mesh import ShardingError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
 
 TEXTS = [" ".join(f"{n * n % 97} sheep and {n} goats" for n in range(start, start + 40)) for start in range(6)]
 DATA = TextSample(TEXTS, tokens=1024, window=128)
+WIDE = {"intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 260}
 PROMPT = [7, 200, 31, 4, 100, 101, 102, 9]
 
 
@@ -32,6 +34,13 @@ def model(tmp_path_factory) -> Path:
 
 def load(path: Path) -> LLM:
     return LLM(path, dtype="float32", max_batch=1, max_len=64, progress=False)
+
+
+def with_tokenizer(model: Path, shape: Path) -> Path:
+    """A checkpoint with the tokenizer of another."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, shape / name)
+    return shape
 
 
 def arrays_of(path: Path) -> list[np.ndarray]:
@@ -63,10 +72,9 @@ def test_nearest_writes_what_convert_and_llm_make(model, tmp_path):
 
 
 def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch):
-    """Also with a head that was parted from its embedding by a rotation."""
-    shape = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True, vocab_size=260, num_hidden_layers=2)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(model / name, shape / name)
+    """Also with a head that was parted from its embedding by a rotation, and with inputs that programs rotate."""
+    options = {**WIDE, "tie_word_embeddings": True}
+    shape = with_tokenizer(model, make_checkpoint(tmp_path / "tied", "llama", **options))
     made, begin = [], LayerwiseForward.begin
 
     def seen(walk, outside, *rest):
@@ -77,6 +85,7 @@ def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch)
     calibrate(shape, tmp_path / "out", data=DATA, method="hadamard+gptq", scheme="mxfp4", dtype="float32")
     llm, ((walk, outside),) = load(tmp_path / "out"), made
     assert not llm.engine.model.config.tied
+    assert [w.scheme.rotation for w in llm.engine.model.weights if w.part == "mlp.down" and w.scheme] == [128, 128]
     assert {w.part for w in llm.engine.model.weights if w.scheme} == {"attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"}
     expected = walk.logits(outside)[0, :64]
     np.testing.assert_allclose(llm.logits(walk.windows[0, :64].tolist()), expected, rtol=0, atol=1e-3 * expected.std())
@@ -97,19 +106,25 @@ def test_other_schemes_lose_no_more_than_nearest(model, tmp_path, scheme, method
     assert np.mean((ours - original) ** 2) < np.mean((theirs - original) ** 2)
 
 
-@pytest.mark.slow
-def test_a_mesh_computes_the_same(model, tmp_path):
-    """In int8: CPUs of a mesh take no types of four bits."""
-    calibrate(model, tmp_path / "out", data=DATA, method="gptq", scheme="int8", dtype="float32")
+@pytest.mark.parametrize("method", ["hadamard+gptq", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_a_mesh_computes_the_same(model, tmp_path, method):
+    """In int8: CPUs of a mesh take no types of four bits. A mesh that would cut a rotation is refused."""
+    shape = with_tokenizer(model, make_checkpoint(tmp_path / "wide", "llama", **WIDE))
+    calibrate(shape, tmp_path / "out", data=DATA, method=method, scheme="int8", dtype="float32")
     sharded = LLM(tmp_path / "out", parallel="tp=2", dtype="float32", max_batch=1, max_len=64, progress=False)
     expected = load(tmp_path / "out").logits(PROMPT)
     np.testing.assert_allclose(sharded.logits(PROMPT), expected, rtol=0, atol=1e-4 * expected.std())
+    if method == "hadamard+gptq":
+        with pytest.raises(ShardingError, match=r"each 128 of the 256 inputs of mlp\.down are rotated together"):
+            LLM(tmp_path / "out", parallel="tp=4", dtype="float32", max_batch=1, max_len=64, progress=False)
+        explanation = explain(tmp_path / "out")
+        assert explanation.facts()["rotation"] == 128
+        assert "128 at a time" in str(explanation)
 
 
 def test_experts_that_saw_no_token_are_counted(model, tmp_path):
-    shape = make_checkpoint(tmp_path / "moe", "mixtral", num_local_experts=5, num_hidden_layers=1, vocab_size=260)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(model / name, shape / name)
+    options = dict(num_local_experts=5, num_hidden_layers=1, vocab_size=260)
+    shape = with_tokenizer(model, make_checkpoint(tmp_path / "moe", "mixtral", **options))
     two_tokens = TextSample([TEXTS[0]], tokens=2, window=2)
     report = calibrate(shape, tmp_path / "out", data=two_tokens, method="gptq", scheme="int4")
     assert sum(matrix.idle for matrix in report.matrices) >= 2  # gate_up and down of at least one expert

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from inferlib.calibration.job import layer_parts
-from inferlib.calibration.rotation import rotate_layer, rotation
+from inferlib.calibration.rotation import rotate_back, rotate_inputs, rotate_layer, rotation
 from inferlib.calibration.smoothing import smooth
 from inferlib.config import ConfigurationError
+from inferlib.ops.hadamard import rotation_matrix
+from inferlib.ops.observed import InputSums
 from inferlib.ops.quantized import SCHEMES
 from tests.helpers.calibration import job_of, logits_of
 from tests.helpers.oracle import make_checkpoint, reference_logits
@@ -113,3 +116,30 @@ def test_a_smoothed_model_equals_the_original(name, kind, tmp_path):
     if name in FAMILIES:
         assert {"pre_attn_norm", "mlp.down"} <= set(changed) or name not in ("llama", "tied", "biases", "qwen3")
         assert "pre_attn_norm" in changed
+
+
+def test_rotated_inputs_are_those_of_a_float64_oracle():
+    """What a rounding error costs stays the same in the rotated inputs, and the weight turns back."""
+    draw, size = np.random.default_rng(0).standard_normal, 12
+    w, x = draw((1, 36, 5)), draw((50, 36))
+    sums = InputSums(*(jnp.asarray(a, jnp.float32) for a in ((x.T @ x)[None], w[..., 0], w[..., 0], [50.0])))
+    turned, new = rotate_inputs(jnp.asarray(w, jnp.float32), sums, size)
+    turn = np.kron(np.eye(3), rotation_matrix(size))
+    np.testing.assert_allclose(turned[0], turn.T @ w[0], atol=1e-5)
+    np.testing.assert_allclose(new.products[0], (x @ turn).T @ (x @ turn), atol=1e-4)
+    np.testing.assert_allclose(rotate_back(turned, 1, size), w, atol=1e-5)
+
+
+def test_the_inputs_of_dense_feed_forwards_are_rotated_in_runs_that_divide_all(tmp_path):
+    rotations = {}
+    for name, family, options in [
+        ("dense", "llama", _TWO | {"intermediate_size": 384}),
+        ("small", "llama", _TWO | {"intermediate_size": 80}),
+        ("odd", "llama", _TWO | {"intermediate_size": 81}),
+        ("experts", "mixtral", _TWO),
+    ]:
+        job = job_of(make_checkpoint(tmp_path / name, family, **options), "hadamard+gptq", "int8")
+        rotations[name] = job.quantization.rotation
+        schemes = {weight.part: weight.scheme for weight in job.target.weights if weight.scheme}
+        assert {part for part, scheme in schemes.items() if scheme.rotation} <= {"mlp.down"}
+    assert rotations == {"dense": 128, "small": 16, "odd": 0, "experts": 0}

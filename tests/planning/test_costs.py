@@ -67,6 +67,21 @@ def test_products_of_eight_bits_on_both_sides():
     assert fast < 0.65 * slow
 
 
+def test_rotations_of_inputs_are_operations_and_launches():
+    """128 inputs at a time: 2 * 128 operations for each of the 14336 inputs of 32 layers, on each device its part."""
+    alone = deployed("llama3-8b", "cuda:h200", "tp=1", "int4")
+    for parallel, devices in (("tp=1", 1), ("tp=4", 4)):
+        alone = replace(alone, target=parse_target(f"cuda:h200-{devices}"), parallel=Parallelism.parse(parallel))
+        assert alone.quantization is not None
+        turned = replace(alone, quantization=replace(alone.quantization, rotation=128))
+        both = [it.decode(8, 512.0) for it in (turned, alone)]
+        assert both[0].flops - both[1].flops == pytest.approx(8 * 2 * 128 * 14336 * 32 / devices)
+        assert both[0].nbytes == both[1].nbytes
+        slow, fast = (step_time(work, alone.network).seconds for work in both)
+        assert slow - fast == pytest.approx(32 * 1.8e-6, rel=0.05)
+        assert slow < 1.06 * fast or devices > 1
+
+
 # ---- collectives
 
 
