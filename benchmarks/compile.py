@@ -157,7 +157,7 @@ def measured(case: Case, made: Deployment) -> Iterator[tuple[str, ...]]:
             str(len(program.copies)),
             f"{program.moved_bytes / 1e9:.2f}",
             f"{program.moved_bytes / program.floor_bytes:.3f}",
-            f"{1e3 * program.cycles:.1f} + {1e3 * program.network:.1f} ms",
+            f"{1e3 * program.step.computing:.2f} + {1e3 * program.step.exposed:.2f} ms",
             f"{1e3 * program.floor:.1f} ms",
             f"{seconds:.0f}" if program is report.programs[-1] else "",
         )

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from inferlib.aot.child import Child
 from inferlib.aot.neuron import HLO_SUFFIX
+from inferlib.inspection.bundles import dump_flags
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.config import MoeSpec
 from inferlib.programs.deployment import Deployment
@@ -116,7 +118,12 @@ class _Worker:
     """A child process that compiles programs."""
 
     def __init__(self, deployment: Deployment):
-        self._child = Child("inferlib.aot.worker", deployment.to_json(), environment(deployment.slice))
+        settings, first = environment(deployment.slice), {"deployment": deployment.to_json(), "listings": None}
+        self._listings = TemporaryDirectory()
+        if deployment.slice.platform == "tpu":
+            first["listings"], flags = self._listings.name, dump_flags(Path(self._listings.name))
+            settings["LIBTPU_INIT_ARGS"] = f"{settings.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+        self._child = Child("inferlib.aot.worker", first, settings)
 
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
         answer = self._child.ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
@@ -131,3 +138,4 @@ class _Worker:
 
     def close(self) -> None:
         self._child.close()
+        self._listings.cleanup()

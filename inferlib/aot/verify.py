@@ -14,7 +14,7 @@ from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.planning.costs import StepTime, Work, step_time
-from inferlib.planning.network import ATTAINED, IDEAL, Efficiency
+from inferlib.planning.network import ATTAINED
 from inferlib.planning.planner import Option, Ranking
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -34,18 +34,11 @@ class Check:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds by the compiler; our kernels, which it does not count, take the cost model's time. None without an
-        estimate."""
-        if self.compiled.estimate is None:
+        """Seconds by the compiler's report, at the memory bandwidth that is attained. None without an estimate."""
+        if self.compiled.step is None:
             return None
-        kernels, target = self.compiled.kernels, self.option.deployed.target
-
-        def at(efficiency: Efficiency) -> float:
-            bandwidth = target.hbm_bandwidth * efficiency.memory
-            rate = target.rate("bfloat16") * efficiency.compute
-            return sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in kernels)
-
-        return self.compiled.estimate + at(ATTAINED) - at(IDEAL)
+        bandwidth = self.option.deployed.target.hbm_bandwidth * ATTAINED.memory
+        return self.compiled.step.attained(bandwidth)
 
     @property
     def difference(self) -> float | None:

@@ -21,9 +21,13 @@ from inferlib.aot.compile import CompileError
 from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
 from inferlib.draft_files import open_draft
+from inferlib.inspection.collective_prices import CollectivePrices
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.inspection.overlap import overlaps
+from inferlib.inspection.prices import Prices
+from inferlib.inspection.schedule import play
 from inferlib.model_files import ModelFiles
+from inferlib.planning.network import ATTAINED, place
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.programs.page_transfer import PageTransfer
 from inferlib.programs.program import ProgramKey
@@ -35,8 +39,10 @@ from inferlib.targets import Target
 
 
 def _prepared(first: Mapping[str, Any]) -> Answer:
-    deployment = Deployment.from_json(first)
+    deployment = Deployment.from_json(first["deployment"])
     target = deployment.slice
+
+    listings = first["listings"] and Path(first["listings"])
 
     @cache
     def shards() -> Shards:
@@ -50,7 +56,11 @@ def _prepared(first: Mapping[str, Any]) -> Answer:
         key = ProgramKey(**job["key"])
         if target.platform == "neuron":
             return compile_neuron(programs, key, path, target)
-        return _compile(programs, key, path)
+        try:
+            return _compile(programs, key, path, target, listings)
+        finally:
+            for file in listings.iterdir() if listings else ():
+                file.unlink()
 
     return answer
 
@@ -70,8 +80,10 @@ def _devices(target: Target, count: int) -> list[Device]:
     return devices
 
 
-def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
-    """Compile a program, write it to `path`, and return its facts."""
+def _compile(
+    programs: ProgramSet, key: ProgramKey, path: Path, target: Target, listings: Path | None
+) -> dict[str, Any]:
+    """Compile a program, write it to `path`, and return its facts. listings: where the compiler writes listings."""
     start = time.perf_counter()
     lowered = programs.lower(key)
     traced = time.perf_counter()
@@ -98,8 +110,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
             "peak": memory.peak_memory_in_bytes,
         },
         "bytes": cost.bytes,
-        "cycles": cost.cycles,
-        "uncosted": cost.uncosted,
+        "step": listings and _played(module, programs, key, target, listings),
         "balanced": cost.balanced,
         "collectives": [asdict(c) for c in module.collectives],
         "overlaps": [asdict(o) for o in overlaps(module, weights)] if programs.config.platform == "tpu" else [],
@@ -107,6 +118,15 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.specs], 0),
     }
+
+
+def _played(module: Module, programs: ProgramSet, key: ProgramKey, target: Target, listings: Path) -> dict[str, Any]:
+    """What a step takes (see `Played.facts`)."""
+    shards = programs.config.shards
+    mesh = dict(shards.mesh.shape) if shards.mesh else {}
+    collectives = CollectivePrices(module, place(target, tuple(mesh.items())), mesh, ATTAINED)
+    prices = Prices(module, listings, key, target)
+    return play(module, prices.price, collectives.seconds, target.hbm_bandwidth).facts()
 
 
 def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:

@@ -25,6 +25,10 @@ _OPERAND = 1 << 24  # spacing of the invented addresses of operands
 _FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that name its device
 _DELAY, _MOST_DELAY = 4, 8  # bundles executed after a taken branch: the default, and the most
 DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # read from listings with loops behind loops
+# Hz, inferred: with these clocks, the compiler's cycles of large matrix products match the chips' published peaks.
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+LATENCY = 0.5e-6  # seconds from a copy's last byte in HBM to its arrival, assumed
+_SUFFIX = "packed-bundles-post-ra.txt"
 _HEAD = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
@@ -33,9 +37,15 @@ def dump_flags(folder: Path) -> str:
     return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra.*"
 
 
+def listing_files(folder: Path) -> dict[str, Path]:
+    """The listings of a folder, by the name of their operation. Of equal operations the compiler writes one."""
+    files = sorted(p for p in folder.glob(f"*{_SUFFIX}") if "schedule-analysis" not in p.name)
+    return {re.sub(rf"^\d+-(.*)-\d+-{_SUFFIX}$", r"\1", p.name): p for p in files}
+
+
 def find_listing(folder: Path, kernel: str) -> Path:
     """The listing of the kernel that was compiled last under this name."""
-    listings = [p for p in folder.glob(f"*-{kernel}*packed-bundles-post-ra.txt") if "schedule-analysis" not in p.name]
+    listings = [p for name, p in listing_files(folder).items() if name.startswith(kernel)]
     if not listings:
         raise FileNotFoundError(f"{folder} holds no listing of a kernel {kernel!r}: was `dump_flags` set?")
     return max(listings, key=lambda p: p.stat().st_mtime_ns)
@@ -87,13 +97,17 @@ class Listing:
         bandwidth: float,
         latency: float,
         link: tuple[float, float] | None = None,
+        zeros: bool = False,
+        most: int | None = None,
     ) -> Execution:
         """Execute the listing.
 
-        scalars: the kernel's scalar operands, by index. bandwidth: of HBM, in bytes per cycle. latency: of a copy, in
-        cycles. link: bandwidth and latency of a copy to a neighbour; every instruction that sends has its own link.
+        scalars: the kernel's scalar operands, by index. zeros: those that are not named are zeros, as suits operations
+        whose path no scalar decides. most: cycles after which a RuntimeError is raised. bandwidth: of HBM, in bytes per
+        cycle. latency: of a copy, in cycles. link: bandwidth and latency of a copy to a neighbour; every instruction
+        that sends has its own link.
         """
-        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link).run()
+        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link, zeros).run(most)
 
     def _delay_slots(self) -> int:
         """The number of bundles still executed after a taken branch. A loop's region ends with the last of them, behind
@@ -191,8 +205,8 @@ class _Machine:
     """One execution. Registers have their names in the listing, each written once in an iteration. `_physical` has the
     current value of the register of a name's suffix, which a phi reads."""
 
-    def __init__(self, bundles, delay, scalars, bandwidth, latency, link):
-        self._bundles, self._delay = bundles, delay
+    def __init__(self, bundles, delay, scalars, bandwidth, latency, link, zeros):
+        self._bundles, self._delay, self._zeros = bundles, delay, zeros
         self._scalars = {index: np.asarray(value).astype(np.int64) & _MASK for index, value in scalars.items()}
         self._bandwidth, self._latency, self._link = bandwidth, latency, link
         self._registers: dict[str, int] = {}
@@ -204,25 +218,32 @@ class _Machine:
         self._time, self._free = 0.0, 0.0
         self._bytes = self._copies = self._sent = self._unmet = 0
         self._unknown: Counter[str] = Counter()
+        self._idle = [0] * len(bundles)  # of each bundle, how many behind it have nothing to execute
+        for at in range(len(bundles) - 2, -1, -1):
+            self._idle[at] = 0 if bundles[at + 1] else self._idle[at + 1] + 1
         self._code: dict[int, tuple[list[Callable[[], None]], tuple[Callable[[], int], int] | None]] = {}
 
-    def run(self) -> Execution:
+    def run(self, most: int | None) -> Execution:
         at, cycles, target, left = 0, 0, None, 0
         while at < len(self._bundles):
+            if most is not None and cycles > most:
+                raise RuntimeError(f"the listing has not ended after {most} cycles")
             if at not in self._code:
                 self._code[at] = self._translate(self._bundles[at])
             actions, branch = self._code[at]
             for act in actions:
                 act()
-            cycles, self._time = cycles + 1, self._time + 1
+            # Bundles that only compute vectors pass together, but not those behind a branch.
+            idle = 0 if branch else self._idle[at] if target is None else min(self._idle[at], left - 1)
+            cycles, self._time = cycles + 1 + idle, self._time + 1 + idle
             if target is not None:
-                left -= 1
+                left -= 1 + idle
                 if left == 0:
                     at, target = target, None
                     continue
             elif branch is not None and branch[0]():
                 target, left = branch[1], self._delay
-            at += 1
+            at += 1 + idle
         traffic = self._bytes, self._copies, self._sent
         return Execution(cycles, self._time, *traffic, self._unmet, dict(self._unknown))
 
@@ -249,7 +270,9 @@ class _Machine:
         if op.startswith("inlined_call_operand"):
             index = int(re.findall(r"index: (\d+)", rest)[0])
             if "<no memory space>" in instruction:
-                return self._set(name, lambda: int(self._scalars[index].reshape(-1)[0]))
+                scalar = self._scalars.get(index) if self._zeros else self._scalars[index]
+                number = 0 if scalar is None else int(scalar.reshape(-1)[0])
+                return self._set(name, lambda: number)
             offset = 128 if "kind: input" not in rest else 0  # outputs are never read
             return self._set(name, lambda: (index + offset + 1) * _OPERAND)
         if op in ("sphi", "pphi"):
@@ -373,7 +396,10 @@ class _Machine:
 
     def _fill(self, at: int, address: int) -> None:
         """Copy the operand at an address to scalar memory, with rows padded to 128."""
-        index = next(i for i in self._scalars if address in ((i + 1) * _OPERAND, ((i + 1) * _OPERAND << 4) & _MASK))
+        names = (i for i in self._scalars if address in ((i + 1) * _OPERAND, ((i + 1) * _OPERAND << 4) & _MASK))
+        index = next(names, None)
+        if index is None and self._zeros:
+            return
         array = np.atleast_1d(self._scalars[index])
         if array.ndim > 1:
             array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, -array.shape[-1] % 128)])

@@ -1,4 +1,4 @@
-"""Reads XLA's text of compiled modules: bytes moved, estimated cycles, collectives and copies of each step.
+"""Reads XLA's text of compiled modules: bytes moved, collectives, kernels and copies of each step.
 
 XLA's `cost_analysis` counts the body of a loop once; here it counts as often as it runs. The loop over the steps of a
 decode program counts once, so figures are those of one step. If only the device knows the number of trips, as with
@@ -193,14 +193,10 @@ class Kernel:
 class StepCost:
     """The cost of one step on one device.
 
-    bytes: to and from HBM. cycles: the compiler's estimate. uncosted: number of instructions without an estimate
-    (collectives, scatters, kernels that declare no cost). balanced: number of loops whose trips are those of balanced
-    load.
+    bytes: to and from HBM. balanced: number of loops whose trips are those of balanced load.
     """
 
     bytes: int = 0
-    cycles: int = 0
-    uncosted: int = 0
     balanced: int = 0
     collectives: Counter[tuple[str, int]] = field(default_factory=Counter)  # (kind, nbytes) -> count
     copies: Counter[tuple[int, str, int]] = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
@@ -300,10 +296,6 @@ class Module:
                 cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops, sent] += times
                 cost.bytes += times * nbytes
                 continue
-            if i.cycles is not None:
-                cost.cycles += times * i.cycles
-            elif i.collective or i.op in ("fusion", "custom-call", "scatter"):
-                cost.uncosted += times
             cost.bytes += times * self.moved(computation, i)
             self._track(computation, i, times, origins, cost)
 

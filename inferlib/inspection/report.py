@@ -1,30 +1,29 @@
 """A report on compiled programs: memory, bytes, collectives, copies and time of each step.
 
-Times are estimates, not measurements: the compiler's count of cycles, and for collectives, which it does not count, the
-cost model of `inferlib.planning.network`. The floor is the least time that the chip's peak figures allow: weights and
-cache read once, or the FLOPs.
+Times are estimates, not measurements: the schedule of the compiled program, played with the prices of its operations
+(`inferlib.inspection.prices`) and the collectives of the cost model (`inferlib.planning.network`). The floor is the
+least time that the chip's peak figures allow: weights and cache read once, or the FLOPs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import ConfigurationError
 from inferlib.inspection.outcome import Outcome
+from inferlib.inspection.prices import How
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.planning.experts import expert_bytes
-from inferlib.planning.explain import explain
-from inferlib.planning.network import ATTAINED, place
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
@@ -32,9 +31,6 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 from inferlib.targets import CHIPS, parse_target, target_names
-
-# Hz, inferred: with these clocks, the compiler's cycles of large matrix products match the chips' published peaks.
-CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,50 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class StepEstimate:
+    """Seconds of a step by the schedule of its compiled program (see `inspection.schedule.Played`).
+
+    operations: by how they are priced (see `inspection.prices.Price`): by their "listing", by the compiler's
+    "estimate", or by "bytes". waits: for copies in the background. collectives: of all of them, by the model of
+    `planning.network`; exposed: those of them during which no operation runs. prices: of each kind of operation, as
+    `Played.facts` has them.
+    """
+
+    operations: Mapping[str, float]
+    waits: float
+    collectives: float
+    exposed: float
+    prices: Sequence[Mapping[str, Any]]
+
+    @staticmethod
+    def of(facts: Mapping[str, Any] | None) -> StepEstimate | None:
+        if facts is None:
+            return None
+        operations = dict.fromkeys(get_args(How), 0.0)
+        for price in facts["prices"]:
+            operations[price["how"]] += price["count"] * price["seconds"]
+        return StepEstimate(operations, facts["waits"], facts["collectives"], facts["exposed"], facts["prices"])
+
+    @property
+    def computing(self) -> float:
+        """Seconds of everything but exposed collectives."""
+        return sum(self.operations.values()) + self.waits
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.exposed
+
+    def attained(self, bandwidth: float) -> float:
+        """Seconds if no operation moves more bytes per second than this."""
+        slower = (p["count"] * max(p["nbytes"] / bandwidth - p["seconds"], 0.0) for p in self.prices)
+        return self.seconds + sum(slower)
+
+
+@dataclass(frozen=True)
 class ProgramReport:
     """One step of a program on one device, in bytes and seconds; None where the target or the compiler has no figure.
 
-    cycles: the compiler's estimate, with kernels at the chip's peaks (see `benchmarks/kernels.py`). network: modelled
-    time of the collectives. estimate: both together.
+    step: the time by the compiled program's schedule.
     """
 
     key: ProgramKey
@@ -92,15 +127,14 @@ class ProgramReport:
     moved_bytes: int | None
     floor_bytes: int
     flops: int
-    cycles: float | None
-    network: float | None
+    step: StepEstimate | None
     floor: float | None
     mbu: float | None
     mfu: float | None
 
     @property
     def estimate(self) -> float | None:
-        return None if self.cycles is None or self.network is None else self.cycles + self.network
+        return self.step and self.step.seconds
 
     @property
     def fits(self) -> bool:
@@ -250,16 +284,13 @@ class Report:
         """The report as JSON values."""
         programs = []
         for p in self.programs:
-            fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
+            fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome", "step")}
             programs.append(
                 {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
-                | {"error": p.outcome.error, **fields, "estimate": p.estimate}
+                | {"error": p.outcome.error, **fields, "estimate": p.estimate, "step": p.step and vars(p.step)}
                 | {"collectives": p.collectives, "overlaps": p.overlaps, "kernels": p.kernels}
                 | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
-                | {
-                    name: (p.outcome.facts or {}).get(name)
-                    for name in ("trace_seconds", "compile_seconds", "uncosted", "balanced")
-                }
+                | {name: (p.outcome.facts or {}).get(name) for name in ("trace_seconds", "compile_seconds", "balanced")}
             )
         return {
             "target": self.deployment.target,
@@ -289,13 +320,8 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
     memory = facts.get("memory", {})
     floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
     bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
-    clock = CLOCKS.get(target.chip.name)
-    cycles = None
-    if clock and "cycles" in facts:
-        kernels = sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in facts["kernels"])
-        cycles = facts["cycles"] / clock + kernels
-    network = _network(deployment, planned, outcome.key)
-    seconds = None if cycles is None else cycles + network
+    step = StepEstimate.of(facts.get("step"))
+    seconds = step and step.seconds
     floor = max(floor_bytes / bandwidth, flops / rate) if bandwidth and rate else None
     return ProgramReport(
         key=outcome.key,
@@ -306,22 +332,11 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
         moved_bytes=facts.get("bytes"),
         floor_bytes=floor_bytes,
         flops=flops,
-        cycles=cycles,
-        network=network,
+        step=step,
         floor=floor,
         mbu=floor_bytes / (bandwidth * seconds) if seconds else None,
         mfu=flops / (rate * seconds) if seconds else None,
     )
-
-
-def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float | None:
-    """Seconds of a step's collectives by the cost model; None for chips other than TPUs, whose networks it knows."""
-    if deployment.slice.platform != "tpu":
-        return None
-    shards = planned.config.shards
-    network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
-    (step,) = explain(planned.model, planned.plan, planned.config, [key], planned.drafter).steps
-    return sum(c.count * network.seconds(c, ATTAINED) for c in step.collectives)
 
 
 def _tokens(shards: Shards, key: ProgramKey) -> int:

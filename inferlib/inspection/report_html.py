@@ -20,8 +20,9 @@ th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align
 tr:nth-child(even) { background: #f4f4f4 } .bad { color: #b00020 } .note { color: #666 } svg { max-width: 100% }
 """
 _NOTE = (
-    "Estimates are the compiler's count of cycles, and a model of the collectives; nothing was measured. The floor "
-    "reads weights and cache once at the peak bandwidth, or does the FLOPs at the peak rate."
+    "Estimates are the compiled program's schedule, with operations by their listings and a model of the collectives; "
+    "nothing was measured. The floor reads weights and cache once at the peak bandwidth, or does the FLOPs at the peak "
+    "rate."
 )
 _PARTS = ("weights", "cache", "temporaries", "code")
 
@@ -75,9 +76,12 @@ def _time(report: Report) -> str:
     rows = []
     for p in report.programs:
         moved = [_cell(p.moved_bytes, gib), gib(p.floor_bytes)]
-        times = [_cell(v, lambda s: f"{1e3 * s:.2f} ms") for v in (p.cycles, p.network, p.estimate, p.floor)]
+        step = (p.step.computing, p.step.exposed) if p.step else (None, None)
+        times = [_cell(v, lambda s: f"{1e3 * s:.2f} ms") for v in (*step, p.estimate, p.floor)]
         rows.append((str(p.key), *moved, *times, *(_cell(v, "{:.0%}".format) for v in (p.mbu, p.mfu))))
-    return _table(("program", "bytes moved", "floor", "cycles", "collectives", "estimate", "floor", "MBU", "MFU"), rows)
+    return _table(
+        ("program", "bytes moved", "floor", "operations", "collectives", "estimate", "floor", "MBU", "MFU"), rows
+    )
 
 
 def _cell(value, form) -> str:

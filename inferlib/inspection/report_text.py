@@ -54,13 +54,12 @@ def _memory(report: Report) -> Table:
 
 
 def _time(report: Report) -> Table:
-    title = (
-        "A step on a device; times are estimates (cycles by the compiler, collectives by the cost model), not measured"
-    )
-    table = _table(title, "moved", "floor", "", "cycles", "collectives", "estimate", "floor", "MBU", "MFU")
+    title = "A step on a device; times are estimates by the compiled program, not measured"
+    table = _table(title, "moved", "floor", "", "operations", "collectives", "estimate", "floor", "MBU", "MFU")
     for p in report.programs:
         moved, ratio = _or(p.moved_bytes, gib), _or(p.moved_bytes and p.moved_bytes / p.floor_bytes, "{:.2f}x".format)
-        times = [_or(v, _ms) for v in (p.cycles, p.network, p.estimate, p.floor)]
+        step = (p.step.computing, p.step.exposed) if p.step else (None, None)
+        times = [_or(v, _ms) for v in (*step, p.estimate, p.floor)]
         table.add_row(
             str(p.key), moved, gib(p.floor_bytes), ratio, *times, *(_or(v, "{:.0%}".format) for v in (p.mbu, p.mfu))
         )
@@ -79,6 +78,34 @@ def _limits(report: Report) -> list[str]:
 
 
 def assumptions(report: Report) -> list[str]:
+    """What the estimates rest on."""
+    return [*_priced(report), *_balanced(report)]
+
+
+def _priced(report: Report) -> list[str]:
+    """How the operations of programs are priced, and what of the collectives is hidden."""
+    texts = {"listing": "by their listings", "estimate": "as the compiler estimates", "bytes": "by their bytes"}
+    lines = []
+    for p in report.programs:
+        if p.step is None:
+            continue
+        parts = [f"{_ms(s)} {texts[how]}" + _named(p, how) for how, s in p.step.operations.items() if s]
+        parts += [f"{_ms(p.step.waits)} are waits for copies"] if p.step.waits else []
+        hidden = p.step.collectives - p.step.exposed
+        network = f"; collectives {_ms(p.step.collectives)}, of which {_ms(hidden)} are hidden"
+        lines.append(f"Operations of {p.key}: " + ", ".join(parts) + (network if p.step.collectives else ""))
+    return lines
+
+
+def _named(p: ProgramReport, how: str) -> str:
+    """The dearest operations that have no listing."""
+    if how == "listing" or p.step is None:
+        return ""
+    names = dict.fromkeys(price["name"] for price in p.step.prices if price["how"] == how)
+    return f" ({', '.join(list(names)[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _balanced(report: Report) -> list[str]:
     keys = [str(p.key) for p in report.programs if p.balanced]
     what = "moved bytes and cycles are those of experts chosen equally often; other choices are computed in more rounds"
     return [f"{'; '.join(keys)}: {what}"] if keys else []

@@ -7,6 +7,7 @@ GPUs: an H200, from steps of decoding (`configs/measurements/h200-decode.yaml`) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -37,6 +38,18 @@ PEAK = Rate()
 # Llama-3-8B on an H200 (`configs/measurements/h200-engine.yaml`).
 XLA_GPU = Rate(compute=0.77, power=2)
 PREFILL_GPU = Rate(flops=280e12)
+# Of TPU kernels, r of `benchmarks/kernels.py` for the usual case of each: seconds by its listing, with waits for
+# copies, over its bytes or operations at the published rates (docs/kernels/measurements.md).
+RATIOS: Mapping[str, Mapping[str, float]] = {
+    "decode_attention": {"v5e": 1.03, "v6e": 1.06, "v5p": 1.10, "v7x": 1.13},
+    "mla_decode_attention": {"v5e": 1.10, "v6e": 1.03, "v5p": 2.27, "v7x": 1.90},
+    "prefill_attention": {"v5e": 1.25, "v6e": 3.1, "v5p": 2.55, "v7x": 3.4},
+    "mla_prefill_attention": {"v5e": 1.22, "v6e": 1.76, "v5p": 2.43, "v7x": 1.92},
+    "mx_matmul": {"v5e": 1.02, "v6e": 1.03, "v5p": 1.05, "v7x": 1.30},
+    "grouped_matmul": {"v5e": 1.01, "v6e": 1.01, "v5p": 1.05, "v7x": 1.07},
+    "expert_mlp": {"v5e": 1.01, "v6e": 1.02, "v5p": 1.05, "v7x": 1.14},
+    "collective_matmul": {"v5e": 1.08, "v6e": 1.20, "v5p": 2.0, "v7x": 1.2},
+}
 # Products on GPUs, by the names that `ops.matmul.choose` and `ops.grouped_matmul.choose` return. XLA converts weights
 # with a scale for each channel in the product, and writes those in groups to memory first.
 XLA_CHANNEL = Rate(unpack=7.8e12, power=1)

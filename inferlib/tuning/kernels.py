@@ -22,15 +22,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from inferlib.aot.child import Answer, Child, serve
 from inferlib.aot.compile import CompileError, check_compiler, environment
-from inferlib.inspection.bundles import DELAYS, Listing, dump_flags, find_listing
-from inferlib.inspection.report import CLOCKS
+from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Listing, dump_flags, find_listing
 from inferlib.pallas_kernels.tuned_tpu import Asked, trying
 from inferlib.sharding.mesh import Device, alone
 from inferlib.targets import Target, parse_target
 from inferlib.tuning.kernel_cases import Case
 from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
-
-LATENCY = 0.5e-6  # seconds, assumed
 
 
 @dataclass(frozen=True)

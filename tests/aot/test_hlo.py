@@ -85,7 +85,6 @@ def test_a_loop_counts_each_trip_and_a_slice_counts_as_itself():
     cost = loop().cost
     weight, written = 256 * 128 * 2, 8 * 128 * 2
     reduced = 2 * written  # its operand and its result
-    assert cost.cycles == 4 * 1000
     assert 0 <= cost.bytes / 4 - (weight + written + reduced) < 64  # the counters
 
 
@@ -116,7 +115,6 @@ def test_a_loop_of_unknown_length_counts_as_often_as_it_is_expected_to_run():
     text = jax.jit(run).lower(jnp.int32(0), x).compile().as_text()
     cost, once = Module(text).cost, Module(text.replace("expected_trips=7", "")).cost
     assert 4 * once.bytes < cost.bytes <= 7 * once.bytes
-    assert cost.uncosted == 7 * once.uncosted
     assert (cost.balanced, once.balanced) == (1, 0)
 
 

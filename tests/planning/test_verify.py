@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from inferlib.aot.verify import Check, by_compiler, candidates
 from inferlib.cli import app
 from inferlib.inspection.outcome import Outcome
-from inferlib.inspection.report import ProgramReport
+from inferlib.inspection.report import ProgramReport, StepEstimate
 from inferlib.models.families import config_from_hf
 from inferlib.planning.costs import step_time
 from inferlib.planning.planner import Option, Slo, Workload, rank
@@ -99,10 +99,11 @@ def reported(option, key: ProgramKey, factor: float | None, status="compiled") -
     """A check whose compiler takes `factor` times as long as the model says, without kernels of ours."""
     work = option.deployed.decode(key.rows, key.limit) if key.rows else option.deployed.prefill(key.chunk, 0)
     time = step_time(work, option.deployed.network)
-    cycles = None if factor is None else factor * time.seconds
+    price = {"name": "fusion", "how": "listing", "seconds": (factor or 0.0) * time.seconds, "nbytes": 0.0, "count": 1}
+    step = dict.fromkeys(("waits", "collectives", "exposed"), 0.0) | {"prices": [price]}
     outcome = Outcome(key, status, {"kernels": []})
     figures = dict.fromkeys(f.name for f in fields(ProgramReport))
-    figures |= {"key": key, "outcome": outcome, "cycles": cycles, "network": None if factor is None else 0.0}
+    figures |= {"key": key, "outcome": outcome, "step": StepEstimate.of(None if factor is None else step)}
     return Check(option, work, time, ProgramReport(**figures))
 
 

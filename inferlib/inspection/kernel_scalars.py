@@ -1,0 +1,57 @@
+"""The scalars of a compiled kernel that decide its path, as of a step whose rows are full.
+
+A kernel's listing copies and computes as lengths, sizes and tables in scalar memory say. A compiled program names only
+their shapes; here they get the values of a step in which all rows have the program's most positions, a chunk of a
+prompt is the last one, and tokens choose experts at random. What is not named does not decide: it may be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inferlib.inspection.hlo import Instruction, Shape
+from inferlib.programs.program import ProgramKey
+
+KERNELS = frozenset(
+    {
+        *("chunk_write", "collective_matmul", "decode_attention", "expert_mlp", "group_order", "grouped_matmul"),
+        *("mla_decode_attention", "mla_prefill_attention", "mx_matmul", "prefill_attention"),
+    }
+)
+
+
+def scalars_of(kernel: str, call: Instruction, operands: Sequence[Shape], key: ProgramKey) -> dict[int, np.ndarray]:
+    """The scalar operands of a kernel's call, by index. operands: the shapes of all operands."""
+    start = max(key.limit - key.chunk, 0)
+    match kernel:
+        case "decode_attention" | "mla_decode_attention":
+            return {0: np.full(operands[0].dims, key.limit)}
+        case "prefill_attention" | "mla_prefill_attention":
+            chunks, parts = operands[2].dims
+            part = -(-key.chunk // parts)
+            first = np.tile(start + np.arange(parts) * part, (chunks, 1))
+            return {2: first, 3: np.minimum(first + part, start + key.chunk) - 1}
+        case "chunk_write":
+            return {1: np.full(operands[1].dims, start)}
+        case "collective_matmul":
+            places = np.arange(operands[1].dims[-1])
+            return {1: np.stack([-places % places.size, places])}
+        case "grouped_matmul":
+            (experts,), (rows, *_) = operands[1].dims, operands[2].dims
+            return {1: np.bincount(np.random.default_rng(0).integers(experts, size=rows), minlength=experts)}
+        case "expert_mlp":
+            return {1: _chosen(call, operands)}
+    return {}
+
+
+def _chosen(call: Instruction, operands: Sequence[Shape]) -> np.ndarray:
+    """Which experts [E] a step reads: as many as the kernel declares that it expects."""
+    (experts,) = operands[1].dims
+    weights = sum(s.nbytes // s.dims[0] for s in operands if len(s.dims) > 3 and s.dims[1] == experts)
+    declared = call.declared_cost
+    share = min(declared[0] / weights, 1.0) if declared and weights else 1.0
+    chosen = np.zeros(experts, int)
+    chosen[np.linspace(0, experts - 1, max(round(share * experts), 1)).astype(int)] = 1
+    return chosen

@@ -1,0 +1,163 @@
+"""Plays the schedule of a compiled module: how long a step takes, with copies and collectives in the background.
+
+The compiler orders a TPU's operations statically, and its text has them in that order. They run one after another, each
+for its price. Copies to on-chip memory that it starts ahead share HBM with them: they have what an operation leaves of
+the bandwidth, and all of it while a collective runs. The operation that needs a copy waits for the rest of it. A
+collective stops the step for its time, or, if it is asynchronous, for what is left of it where its result is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inferlib.inspection.bundles import LATENCY
+from inferlib.inspection.hlo import Computation, Instruction, Module
+from inferlib.inspection.prices import Price
+
+Pricing = Callable[[Computation, Instruction], Price | None]
+Waiting = Callable[[Computation, Instruction], float]
+_CALLS = ("call", "async-start", "call-start")
+
+
+@dataclass
+class Played:
+    """One step. prices: how often each price is paid. waits: seconds of waits for copies in the background.
+    collectives: seconds of all collectives; exposed: those of them during which no operation runs. ahead: bytes that
+    copies in the background moved during collectives."""
+
+    prices: Counter[Price] = field(default_factory=Counter)
+    waits: float = 0.0
+    collectives: float = 0.0
+    exposed: float = 0.0
+    ahead: float = 0.0
+
+    def add(self, other: Played, times: int) -> None:
+        """Add what is `times` as long."""
+        for price, count in other.prices.items():
+            self.prices[price] += times * count
+        for name in ("waits", "collectives", "exposed", "ahead"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values: prices with their count, the dearest first; and seconds."""
+        dearest = sorted(self.prices.items(), key=lambda item: -item[0].seconds * item[1])
+        return {
+            "prices": [{**vars(price), "count": count} for price, count in dearest],
+            "waits": self.waits,
+            "collectives": self.collectives,
+            "exposed": self.exposed,
+            "ahead": self.ahead,
+        }
+
+
+def play(module: Module, pricing: Pricing, waiting: Waiting, bandwidth: float) -> Played:
+    """Play a step of a module. pricing: of an operation. waiting: seconds of a collective. bandwidth: of HBM, in
+    bytes/s."""
+    player = _Player(module, pricing, waiting, bandwidth)
+    player.run(module.entry, 1)
+    return player.played
+
+
+class _Player:
+    """Played so far, and what is under way: the bytes left of each copy, in the order of their starts, and when each
+    collective ends."""
+
+    def __init__(self, module: Module, pricing: Pricing, waiting: Waiting, bandwidth: float):
+        self.module, self.pricing, self.waiting, self.bandwidth = module, pricing, waiting, bandwidth
+        self.played, self.now, self.link_free = Played(), 0.0, 0.0
+        self.copies: dict[str, tuple[float, float]] = {}  # bytes left, time of the start
+        self.ends: dict[str, float] = {}
+
+    def run(self, computation: Computation, times: int) -> None:
+        """Run a computation, which runs `times` times in a step."""
+        for i in computation.instructions.values():
+            if i.op == "while":
+                self._loop(i, times)
+            elif i.op == "conditional":
+                for branch in self.module.branches(i):
+                    self.run(branch, times)
+            elif i.collective:
+                self._collective(computation, i)
+            elif i.op in _CALLS:
+                self._call(i, times)
+            elif i.op in ("copy-start", "slice-start"):
+                self.copies[i.name] = float(self.module.moved(computation, i)), self.now
+            elif i.op.endswith("-done") or i.op == "async-update":
+                self._done(i)
+            elif (price := self.pricing(computation, i)) is not None:
+                self.played.prices[price] += 1
+                self._pass(price.seconds, price.seconds - price.nbytes / self.bandwidth)
+
+    def _loop(self, i: Instruction, times: int) -> None:
+        """The first trip, and the second for each of the others: copies under way from before do not last."""
+        body, condition, trips = self.module.loop(i, times)
+        outer = self.played
+        for count in (1, trips - 1):
+            if count > 0:
+                self.played = Played()
+                self.run(body, times * trips)
+                self.run(condition, times * trips)
+                outer.add(self.played, count)
+        self.played = outer
+
+    def _call(self, i: Instruction, times: int) -> None:
+        called = self.module.computations.get(i.called("to_apply") or i.called("calls") or "")
+        if called is None:
+            return
+        inside = called.instructions.values()
+        if i.op == "call":
+            self.run(called, times)
+        elif any(inner.collective for inner in inside):
+            self._start(i.name, sum(self.waiting(called, inner) for inner in inside if inner.collective))
+        else:
+            self.copies[i.name] = float(sum(self.module.moved(called, inner) for inner in inside)), self.now
+
+    def _collective(self, computation: Computation, i: Instruction) -> None:
+        seconds = self.waiting(computation, i)
+        if i.op.endswith("-start"):
+            self._start(i.name, seconds)
+            return
+        self.played.collectives += seconds
+        self._expose(seconds)
+
+    def _start(self, name: str, seconds: float) -> None:
+        self.played.collectives += seconds
+        self.link_free = max(self.now, self.link_free) + seconds
+        self.ends[name] = self.link_free
+
+    def _done(self, i: Instruction) -> None:
+        for name in i.operands:
+            if name in self.ends:
+                if i.op == "async-update":
+                    self.ends[i.name] = self.ends.pop(name)
+                else:
+                    self._expose(max(self.ends.pop(name) - self.now, 0.0))
+            elif name in self.copies:
+                self._await(name)
+
+    def _await(self, name: str) -> None:
+        """Wait for a copy, and so for those before it."""
+        names = list(self.copies)
+        bytes_left = sum(self.copies[other][0] for other in names[: names.index(name) + 1])
+        arrival = self.copies[name][1] + LATENCY
+        seconds = max(bytes_left / self.bandwidth, arrival - self.now, 0.0)
+        self.played.waits += seconds
+        self._pass(seconds, seconds)
+        self.copies.pop(name, None)
+
+    def _expose(self, seconds: float) -> None:
+        self.played.exposed += seconds
+        before = sum(left for left, _ in self.copies.values())
+        self._pass(seconds, seconds)
+        self.played.ahead += before - sum(left for left, _ in self.copies.values())
+
+    def _pass(self, seconds: float, free: float) -> None:
+        """Let time pass, during which HBM is free for `free` seconds."""
+        self.now += seconds
+        room = max(free, 0.0) * self.bandwidth
+        for name, (left, start) in self.copies.items():
+            taken = min(left, room)
+            self.copies[name], room = (left - taken, start), room - taken
