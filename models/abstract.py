@@ -27,6 +27,7 @@ from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.adapted_matmul import AdaptedWeight
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
+from inferlib.ops.low_rank import LowRankWeight, factor_arrays
 from inferlib.ops.packed import PackedTensor, Packing, choose, choose_packings
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding import axes
@@ -40,7 +41,7 @@ class WeightSpec:
 
     block: index of its block in `Decoder.blocks`; None outside the layers. part: its name in the block. contracting:
     the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored in the
-    layout that a kernel reads; float4: see `Packing`.
+    layout that a kernel reads; float4: see `Packing`. rank: of the branch beside it, see `low_rank`; 0: there is none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class WeightSpec:
     scheme: Scheme | None = None
     packed: bool = False
     float4: bool = False
+    rank: int = 0
 
     @property
     def of_layer(self) -> WeightSpec:
@@ -64,25 +66,37 @@ class WeightSpec:
         return replace(self, shape=self.shape[1:], axes=self.axes[1:], contracting=contracting)
 
     def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays that store the weight, computed from its unquantised values. Traceable."""
+        """The arrays that store the weight, computed from its unquantised values; a branch adds nothing. Traceable."""
         if self.scheme is None:
             return self.packed_arrays(whole.astype(self.dtype))
-        return self.packed_arrays(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
+        factors = (jnp.zeros(shape, dtype) for shape, _, dtype in self._factors.values())
+        return self.packed_arrays(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)), *factors)
 
     def packed_arrays(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays that store the weight, computed from its scheme's arrays, which change only if it is packed.
         Traceable."""
-        return self.packing.pack(*arrays) if self.packed else arrays
+        if not self.packed:
+            return arrays
+        count = len(arrays) - len(self._factors)
+        return self.packing.pack(*arrays[:count]) + arrays[count:]
 
     @property
-    def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
+    def _factors(self) -> dict:
+        """The arrays of the branch, as `factor_arrays` describes them."""
+        return factor_arrays(self.rank, self.shape, self.axes, self.contracting) if self.rank else {}
+
+    @property
+    def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor | LowRankWeight:
         """The weight as layers see it, with shapes for arrays."""
         return self.local(Shards())
 
-    def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
+    def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor | LowRankWeight:
         """A device's shard of `value`."""
         arrays = ((shards.local_shape(array.axes, array.shape), array.dtype) for array in self.arrays)
         structs: list[Any] = [jax.ShapeDtypeStruct(*array) for array in arrays]
+        if self.rank:
+            base: Any = replace(self, rank=0).local(shards)
+            return LowRankWeight(base, *structs[-2:])
         if self.packed:
             return self.packing.tensor(*structs)
         return structs[0] if self.scheme is None else self.scheme.tensor(*structs)
@@ -109,6 +123,7 @@ class WeightSpec:
             arrays = self.scheme.arrays(self.shape, self.axes, self.contracting)
         else:
             return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
+        arrays |= self._factors
         suffixes = {name: "" if name == "values" else f".{name}" for name in arrays}
         return tuple(
             ArraySpec(self.name + suffixes[name], self.part + suffixes[name], shape, dtype, names)
@@ -118,8 +133,8 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array that programs take: a weight, or the values, scales ("... .scales") or zero points ("... .zeros") of a
-    quantised one."""
+    """One array that programs take: a weight, or the values, scales ("... .scales"), zero points ("... .zeros") or
+    factors of the branch ("... .factor_a", "... .factor_b") of a quantised one."""
 
     name: str
     part: str
@@ -361,6 +376,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
         part=part,
         contracting=tuple(i + stacked for i in p.contracting),
         scheme=scheme and _scheme(scheme, p),
+        rank=quantization.rank if quantization and scheme and axes.EXPERTS not in p.axes else 0,
     )
 
 

@@ -27,13 +27,15 @@ class Quantization:
 
     Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype, and so does a head that is
     the embedding. name: the name that users write. rotation: how many consecutive inputs of a dense feed-forward's down
-    projection are rotated together while the model runs, see `Scheme`; 0: they are not.
+    projection are rotated together while the model runs, see `Scheme`; 0: they are not. rank: of the branch beside
+    each quantised weight but those of experts, see `low_rank`; 0: there is none.
     """
 
     name: str
     scheme: Scheme
     unquantized: tuple[str, ...] = ()
     rotation: int = 0
+    rank: int = 0
 
     @staticmethod
     def named(name: str) -> Quantization:
@@ -57,14 +59,14 @@ class Quantization:
             raise ConfigError(f"no weights are stored as {scheme}")
         if not all(isinstance(text, str) for text in (value["name"], *unquantized)):
             raise TypeError("name and parts of a quantization must be text")
-        rotation = value.get("rotation", 0)
-        if type(rotation) is not int or rotation < 0:
-            raise TypeError("the rotation of a quantization must be a size")
+        rotation, rank = value.get("rotation", 0), value.get("rank", 0)
+        if not all(type(number) is int and number >= 0 for number in (rotation, rank)):
+            raise TypeError("rotation and rank of a quantization must be sizes")
         try:
             factors_of(max(rotation, 1))
         except ValueError as error:
             raise ConfigError(f"no inputs are rotated by {rotation}: {error}") from None
-        return Quantization(value["name"], scheme, tuple(unquantized), rotation)
+        return Quantization(value["name"], scheme, tuple(unquantized), rotation, rank)
 
     def scheme_of(self, part: str) -> Scheme | None:
         """The scheme of a weight that products multiply by; None if it is not quantised."""

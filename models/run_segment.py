@@ -20,6 +20,7 @@ from inferlib.models.segments import Segment
 from inferlib.models.stream import Residual
 from inferlib.ops.adapted_matmul import AdaptedWeight
 from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
 
@@ -141,7 +142,9 @@ def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
 
     def is_whole(path, p) -> bool:
         w = p.get_value()
-        packed = isinstance(w.base if isinstance(w, AdaptedWeight) else w, PackedTensor)
+        for kind in (AdaptedWeight, LowRankWeight):
+            w = w.base if isinstance(w, kind) else w
+        packed = isinstance(w, PackedTensor)
         indexed = axes.EXPERTS in p.axes or p.axes in _WHOLE or packed
         return (is_stacked and indexed) or ".".join(path) in ringed
 
@@ -181,7 +184,7 @@ def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Variable:
     w = p.get_value()
     if isinstance(w, AdaptedWeight):
         return p.replace(w.of_layer(layer, w.base.of_layer(layer)))
-    if isinstance(w, (PackedTensor, RingWeight)):
+    if isinstance(w, (PackedTensor, RingWeight, LowRankWeight)):
         return p.replace(w.of_layer(layer))
     return p.replace(OfStack(w, layer)) if p.axes in _WHOLE else p
 

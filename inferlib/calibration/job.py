@@ -14,6 +14,7 @@ import numpy as np
 
 from inferlib.calibration.forward import LayerwiseForward, Recorded
 from inferlib.calibration.layer_weights import LayerParts, Weights
+from inferlib.calibration.low_rank import round_with_branch
 from inferlib.calibration.matrices import MatrixForm
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import MatrixReport
@@ -74,7 +75,13 @@ class Job:
                         f"hadamard parts the head from the embedding, which {hf.get('model_type')} models never do: "
                         "take awq+gptq or gptq"
                     )
+        quantization = replace(quantization, rank=recipe.rank)
         target = stored_model(config, dtype, quantization)
+        for weight in target.weights:
+            if weight.rank >= (least := min(MatrixForm.of(weight).sizes[1:])) and weight.rank:
+                raise ConfigurationError(
+                    f"lowrank:{weight.rank} is no low rank of {weight.part}, a side of which has {least}: lower it"
+                )
         if not any(weight.scheme for weight in target.weights):
             raise ConfigurationError("the model has no matrices to quantise")
         job = Job(files, recipe, quantization, original, target, hf)
@@ -206,12 +213,15 @@ def _whole(spec: WeightSpec, arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.asarray(values[0])
     shared = spec.contracting if spec.scheme.group is None else (spec.contracting[-1] + 1,)
     whole = jnp.asarray((values[0] * np.expand_dims(values[1], shared)).reshape(spec.shape))
+    if spec.rank:
+        a, b = map(jnp.asarray, values[-2:])
+        whole = whole + jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
     return rotate_back(whole, spec.contracting[-1], spec.scheme.rotation) if spec.scheme.rotation else whole
 
 
 def _round(
     spec: WeightSpec, layer: int | None, w: jax.Array, sums: InputSums | None, recipe: Recipe
-) -> tuple[tuple[np.ndarray, np.ndarray], MatrixReport]:
+) -> tuple[tuple[np.ndarray, ...], MatrixReport]:
     """The arrays of a rounded weight, and what was lost."""
     scheme, form = spec.scheme, MatrixForm.of(spec)
     assert scheme is not None
@@ -219,7 +229,7 @@ def _round(
     if sums is None:  # a product that nothing records
         zeros = jnp.zeros((count, inputs))
         sums = InputSums(jnp.zeros((count, inputs, inputs)), zeros, zeros, jnp.zeros((count,)))
-    matrices, values, scales, totals = form.matrices(w), [], [], np.zeros(3)
+    matrices, values, scales, totals, factors = form.matrices(w), [], [], np.zeros(3), ()
     if scheme.rotation:
         matrices, sums = rotate_inputs(matrices, sums, scheme.rotation)
     for matrix, products, tokens in zip(matrices, sums.products, np.asarray(sums.counts), strict=True):
@@ -229,7 +239,11 @@ def _round(
                 f"{spec.name} or its inputs on the text are not finite: the weights are damaged, or the text is not of "
                 "the model's kind"
             )
-        rounded = round_matrix(matrix, h, scheme, form.group(scheme), recipe.rounding)
+        if spec.rank:
+            rounded, branch = round_with_branch(matrix, h, scheme, form.group(scheme), recipe.rounding, spec.rank)
+            factors = form.factors(*map(np.asarray, branch))
+        else:
+            rounded = round_matrix(matrix, h, scheme, form.group(scheme), recipe.rounding)
         square = jnp.sum(matrix * jnp.matmul(h, matrix, precision=jax.lax.Precision.HIGHEST))
         lost = [float(x) for x in (jnp.sum(rounded.losses), jnp.sum(rounded.nearest), square)]
         totals += np.asarray(lost) * float(tokens)
@@ -239,7 +253,7 @@ def _round(
     counts = np.asarray(sums.counts)
     shares = [float(max(x, 0.0) / square) if square > 0 else 0.0 for x in (loss, nearest)]
     report = MatrixReport(layer, spec.part, *shares, tokens=int(counts.min()), idle=int(np.sum(counts == 0)))
-    return form.stored(scheme, np.stack(values), np.stack(scales)), report
+    return (*form.stored(scheme, np.stack(values), np.stack(scales)), *factors), report
 
 
 def _untied(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,13 @@ class MatrixForm:
         shape = [self.shape[i] for i in self.order]
         return np.transpose(np.asarray(matrices).reshape(shape), np.argsort(self.order))
 
+    def factors(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Factors [I, R] and [R, O] in the weight's dimensions, of which products sum over the first ones."""
+        count = len(self.inputs)
+        assert self.inputs == tuple(range(count))
+        assert not self.experts
+        return a.reshape(*self.shape[:count], -1), b.reshape(-1, *self.shape[count:])
+
     def stored(self, scheme: Scheme, values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The arrays of a scheme. values [E, I, O] and scales [E, I / group, O] are float32 numbers of its types."""
         expected = scheme.arrays(self.shape, (None,) * len(self.shape), self.inputs)

@@ -235,6 +235,7 @@ class ModelExplanation(Tables):
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
             "rotation": self.quantization.rotation if self.quantization else 0,
+            "rank": self.quantization.rank if self.quantization else 0,
         }
         if self.draft:
             weights = {dtype: model.nbytes for dtype, model in self.draft.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.hadamard import rotated
+from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
@@ -52,7 +53,7 @@ class FusableNorm:
 
 
 Activations = jax.Array | FusableNorm | DeferredNorm
-Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight
+Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight | LowRankWeight
 
 
 def whole(x: Activations) -> jax.Array:
@@ -184,6 +185,13 @@ def _observed(x: Activations, w: ObservedWeight, product: Product) -> jax.Array:
     return product.activated(_dense(whole(x), w.values, product, transposed=False))
 
 
+def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
+    """The sum of both branches; an activation comes after it."""
+    x, base = w.parted(whole(x))
+    y = _PRODUCTS[type(base)](x, base, replace(product, activation=None))
+    return product.activated(y + w.branch(x, product.out_dtype))
+
+
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
     """The product by the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as
     fast."""
@@ -244,6 +252,7 @@ _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     PackedTensor: _packed,
     RingWeight: _with_ring,
     ObservedWeight: _observed,
+    LowRankWeight: _low_rank,
 }
 
 

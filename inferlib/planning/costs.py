@@ -346,8 +346,8 @@ class Deployed:
         parts = [self._product(m, count[m.use], tokens) for m in self.matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
         kernels, cache = [part for part, _ in parts], 0.0
-        rotations = [self._rotation(m, count[m.use]) for m in self.matrices if m.packed is not None]
-        kernels, flops = kernels + rotations, flops + sum(part.flops for part in rotations)
+        thin = [self._thin_products(m.packed, m, count[m.use]) for m in self.matrices if m.packed is not None]
+        kernels, flops = kernels + thin, flops + sum(part.flops for part in thin)
         for block, q in itertools.product(self.blocks, queries):
             done, touched = self._attention(block, q)
             latent, partial_sums = isinstance(block.attention, MlaSpec), self._partial_sums(block, q)
@@ -412,15 +412,18 @@ class Deployed:
         product = Part(rate, rates.rounded(rate, times) * flops, m.nbytes * read + moved, elements, m.layers)
         return product, (flops, m.nbytes * read, moved)
 
-    def _rotation(self, m: Matrix, rows: float) -> Part:
-        """The rotation of a matrix's inputs, if its scheme has one; they stay on chip."""
-        scheme = None if m.packed is None else m.packed.scheme
-        if scheme is None or not scheme.rotation:
-            return Part(PEAK, 0.0, 0.0)
-        numbers = rows * self._row_shards(m) * m.inner * m.layers
-        rate = rates.ROTATION_GPU if self._backend.matmul == "pallas_gpu" else PEAK
-        launches = m.layers * len(factors_of(scheme.rotation))
-        return Part(rate, operations(scheme.rotation) * numbers, 0.0, 0.0, launches)
+    def _thin_products(self, weight: WeightSpec, m: Matrix, rows: float) -> Part:
+        """The rotation of a matrix's inputs and the branch of low rank beside it, if it has them. Inputs and results
+        stay on chip, and the bytes of factors are the weight's."""
+        scheme, flops, launches = weight.scheme, 0.0, 0
+        inputs = prod(weight.shape[i] for i in weight.contracting)
+        if scheme is not None and scheme.rotation:
+            flops, launches = float(operations(scheme.rotation) * inputs), len(factors_of(scheme.rotation))
+        if weight.rank:
+            flops += 2.0 * weight.rank * (inputs + prod(weight.shape) / inputs)
+            launches += 2
+        rate = rates.THIN_GPU if self._backend.matmul == "pallas_gpu" else PEAK
+        return Part(rate, flops * rows * self._row_shards(m) * m.layers, 0.0, 0.0, m.layers * launches)
 
     def _small(self, tokens: Tokens) -> float:
         """Seconds of the small operations of all layers."""

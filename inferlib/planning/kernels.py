@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
     """
     if weight.scheme is None or backend.matmul != "pallas_gpu" or numbers_of(weight, rows) != "bfloat16":
         return rates.PEAK, False
-    value: Any = weight.value
+    value: Any = replace(weight, rank=0).value
     if axes.EXPERTS in weight.axes:
         name = grouped_matmul.choose(rows, value, jnp.bfloat16, backend.grouped_matmul).name
     else:

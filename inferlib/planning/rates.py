@@ -58,8 +58,8 @@ XLA_GROUPS = Rate(unpack=5e11, power=1)
 ROWS_4_BIT = Rate(flops=118e12, unpack=6.8e12, start=1.8e-6)
 ROWS_8_BIT = Rate(flops=118e12, unpack=5.0e12, start=1.8e-6)
 ROWS_STEP = 4
-# XLA's products with the factors of a rotation take as long to start, each.
-ROTATION_GPU = Rate(start=1.8e-6)
+# XLA's small products, with the factors of a rotation or of a branch of low rank, take as long to start.
+THIN_GPU = Rate(start=1.8e-6)
 # The kernel of tiles, whose tiles have up to 64 rows of one weight, and mostly 16 of an expert.
 TILES = {
     "float4_e2m1fn": Rate(flops=265e12, unpack=1.1e12, power=1),

@@ -17,6 +17,7 @@ from inferlib.calibration.store import RECORD
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
+from inferlib.ops.backend import Backend
 from inferlib.sharding.mesh import ShardingError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
@@ -71,7 +72,8 @@ def test_nearest_writes_what_convert_and_llm_make(model, tmp_path):
         np.testing.assert_array_equal(ours, np.asarray(theirs).astype(np.float32))
 
 
-def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["hadamard+gptq", "hadamard+gptq+lowrank:4"])
+def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch, method):
     """Also with a head that was parted from its embedding by a rotation, and with inputs that programs rotate."""
     options = {**WIDE, "tie_word_embeddings": True}
     shape = with_tokenizer(model, make_checkpoint(tmp_path / "tied", "llama", **options))
@@ -82,7 +84,7 @@ def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch)
         return begin(walk, outside, *rest)
 
     monkeypatch.setattr(LayerwiseForward, "begin", seen)
-    calibrate(shape, tmp_path / "out", data=DATA, method="hadamard+gptq", scheme="mxfp4", dtype="float32")
+    calibrate(shape, tmp_path / "out", data=DATA, method=method, scheme="mxfp4", dtype="float32")
     llm, ((walk, outside),) = load(tmp_path / "out"), made
     assert not llm.engine.model.config.tied
     assert [w.scheme.rotation for w in llm.engine.model.weights if w.part == "mlp.down" and w.scheme] == [128, 128]
@@ -106,20 +108,41 @@ def test_other_schemes_lose_no_more_than_nearest(model, tmp_path, scheme, method
     assert np.mean((ours - original) ** 2) < np.mean((theirs - original) ** 2)
 
 
-@pytest.mark.parametrize("method", ["hadamard+gptq", pytest.param("gptq", marks=pytest.mark.slow)])
-def test_a_mesh_computes_the_same(model, tmp_path, method):
+METHODS = ["hadamard+gptq+lowrank:4", pytest.param("gptq", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mesh_and_stacked_layers_compute_the_same(model, tmp_path, method):
     """In int8: CPUs of a mesh take no types of four bits. A mesh that would cut a rotation is refused."""
     shape = with_tokenizer(model, make_checkpoint(tmp_path / "wide", "llama", **WIDE))
     calibrate(shape, tmp_path / "out", data=DATA, method=method, scheme="int8", dtype="float32")
-    sharded = LLM(tmp_path / "out", parallel="tp=2", dtype="float32", max_batch=1, max_len=64, progress=False)
     expected = load(tmp_path / "out").logits(PROMPT)
-    np.testing.assert_allclose(sharded.logits(PROMPT), expected, rtol=0, atol=1e-4 * expected.std())
-    if method == "hadamard+gptq":
+    for options in ({"parallel": "tp=2"}, {"scan": True}):
+        other = LLM(tmp_path / "out", dtype="float32", max_batch=1, max_len=64, progress=False, **options)
+        np.testing.assert_allclose(other.logits(PROMPT), expected, rtol=0, atol=1e-4 * expected.std())
+    if method != "gptq":
         with pytest.raises(ShardingError, match=r"each 128 of the 256 inputs of mlp\.down are rotated together"):
             LLM(tmp_path / "out", parallel="tp=4", dtype="float32", max_batch=1, max_len=64, progress=False)
         explanation = explain(tmp_path / "out")
         assert explanation.facts()["rotation"] == 128
         assert "128 at a time" in str(explanation)
+        assert "rank 4" in str(explanation)
+
+
+@pytest.mark.slow
+def test_weights_that_tpus_read_packed_compute_the_same(model, tmp_path):
+    """But for bfloat16, by stacked layers and the interpreted kernel."""
+    options = dict(hidden_size=384, head_dim=64, **WIDE)
+    shape = with_tokenizer(model, make_checkpoint(tmp_path / "wide", "llama", **options))
+    calibrate(shape, tmp_path / "out", data=DATA, method="hadamard+gptq+lowrank:8", scheme="mxfp8")
+    sizes: dict[str, Any] = dict(dtype="bfloat16", max_batch=1, max_len=64, progress=False, platform="tpu")
+    kernel, xla = (
+        LLM(tmp_path / "out", backend=backend, free_layouts=False, **sizes)
+        for backend in (Backend(matmul="pallas_tpu"), Backend())
+    )
+    assert any(weight.packed and weight.rank for weight in kernel.engine.model.weights)
+    expected = xla.logits(PROMPT)
+    np.testing.assert_allclose(kernel.logits(PROMPT), expected, rtol=0, atol=0.1 * expected.std())
 
 
 def test_experts_that_saw_no_token_are_counted(model, tmp_path):
@@ -228,6 +251,12 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monk
         ({"method": "gptq+clip"}, "takes one"),
         ({"method": "awq+smoothquant+gptq", "scheme": "int8_a8"}, "takes one"),
         ({"method": "hadamard"}, "say how to round"),
+        ({"method": "gptq+lowrank"}, "has no rank: give one after a colon, such as lowrank:16"),
+        ({"method": "gptq+lowrank:0"}, "has no rank"),
+        ({"method": "gptq+lowrank:x"}, "has no rank"),
+        ({"method": "gptq+lowrank:4+lowrank:8"}, "lowrank twice"),
+        ({"method": "gptq:3"}, "gptq takes no number"),
+        ({"method": "gptq+lowrank:4000"}, "is no low rank of"),
         ({"method": "smoothquant"}, "take int8_a8 or fp8_a8"),
         ({"method": "awq", "scheme": "int8_a8"}, "smoothquant"),
         ({"scheme": "int3"}, "no quantization is called 'int3'"),

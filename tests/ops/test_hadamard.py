@@ -121,6 +121,6 @@ def test_a_quantization_says_which_inputs_are_rotated():
     assert Quantization.from_json({**value, "rotation": 0}).rotation == 0
     with pytest.raises(ConfigError, match="rotated by 7"):
         Quantization.from_json({**value, "rotation": 7})
-    for wrong in (-2, "128", True):
-        with pytest.raises(TypeError, match="must be a size"):
-            Quantization.from_json({**value, "rotation": wrong})
+    for wrong in ({"rotation": -2}, {"rotation": "128"}, {"rotation": True}, {"rank": -1}, {"rank": 1.5}):
+        with pytest.raises(TypeError, match="must be sizes"):
+            Quantization.from_json({**value, **wrong})

@@ -82,6 +82,19 @@ def test_rotations_of_inputs_are_operations_and_launches():
         assert slow < 1.06 * fast or devices > 1
 
 
+def test_branches_of_low_rank_are_bytes_operations_and_launches():
+    """Of rank 16: 2 * 16 operations, and two bytes each, for every input and output of a matrix, the head's too."""
+    alone = deployed("llama3-8b", "cuda:h200", "tp=1", "int4")
+    assert alone.quantization is not None
+    both = [it.decode(8, 512.0) for it in (replace(alone, quantization=replace(alone.quantization, rank=16)), alone)]
+    sides = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    factors = 16 * (32 * sum(inputs + outputs for inputs, outputs in sides) + 4096 + 128256)
+    assert both[0].weight_bytes - both[1].weight_bytes == 2 * factors
+    assert both[0].flops - both[1].flops == pytest.approx(8 * 2 * factors)
+    launches = [sum(part.launches for part in work.parts) for work in both]
+    assert launches[0] - launches[1] == 2 * (4 * 32 + 1)
+
+
 # ---- collectives
 
 
