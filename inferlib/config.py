@@ -635,8 +635,9 @@ class EngineOptions:
         for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
     speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
         by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary,
-        "eagle3:DIRECTORY:3" by an EAGLE-3 head; or a `Speculation`. Where that pays is measured while requests run. It
-        takes programs of its own, and layers without recurrent states. By default off.
+        "eagle3:DIRECTORY:3" by an EAGLE-3 head, "mtp:3" by the model's own layer for further tokens; or a
+        `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers without
+        recurrent states. By default off.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.

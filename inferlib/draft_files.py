@@ -8,15 +8,20 @@ from typing import Any, ClassVar
 import jax
 
 from inferlib.checkpoint.eagle3 import Eagle3Files
+from inferlib.checkpoint.laid_out import LaidOutWeights
+from inferlib.checkpoint.mtp import MtpFiles
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import EngineConfig
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
-from inferlib.models.eagle3 import AbstractHead, abstract_head
+from inferlib.models.eagle3 import AbstractHead, Eagle3Config, abstract_head
+from inferlib.models.families import family_of
+from inferlib.models.mtp import AbstractMtp, abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.programs.program_set import ProgramSet
 from inferlib.speculation.eagle3 import Eagle3Drafter
+from inferlib.speculation.mtp import MtpDrafter
 from inferlib.speculation.settings import Speculation
 from inferlib.tokenizer import Tokenizer
 
@@ -42,6 +47,11 @@ class DraftFiles:
     def config(self) -> ModelConfig:
         return self.files.config
 
+    @property
+    def shape(self) -> ModelConfig:
+        """What programs must have been compiled for."""
+        return self.config
+
     def describe(self, dtype: str, config: EngineConfig) -> AbstractModel:
         """The model as programs of this engine take it."""
         options: dict[str, Any] = dict(backend=config.backend, scan=config.scan, shards=config.shards)
@@ -64,6 +74,11 @@ class HeadFiles:
     config: ClassVar[None] = None  # it is of its target alone
     quantization: ClassVar[None] = None
 
+    @property
+    def shape(self) -> Eagle3Config:
+        """What programs must have been compiled for."""
+        return self.files.config
+
     def describe(self, dtype: str, config: EngineConfig) -> AbstractHead:
         """The head as programs of this engine take it."""
         return abstract_head(self.files.config, dtype, shards=config.shards)
@@ -75,15 +90,50 @@ class HeadFiles:
         return self.files.load(programs.drafter.head, shards=programs.config.shards, formats=formats)
 
 
+@dataclass(frozen=True)
+class LayerFiles:
+    """The layer for further tokens in the target's own checkpoint. quantization: how its weights are stored."""
+
+    files: MtpFiles
+    quantization: Quantization | None
+
+    config: ClassVar[None] = None  # both are of its target alone
+    shape: ClassVar[None] = None
+
+    @staticmethod
+    def open(target: ModelFiles, quantization: str | None) -> LayerFiles:
+        """Raises CheckpointError or ConfigError for a target without such a layer."""
+        if isinstance(target.source, LaidOutWeights):
+            raise CheckpointError(
+                f"{target.path} is converted, which leaves the layer for predicting further tokens out: give the "
+                "original for speculation by mtp"
+            )
+        files = MtpFiles.open(target.source, family_of(target.hf), target.config)
+        return LayerFiles(files, target.quantization(quantization))
+
+    def describe(self, dtype: str, config: EngineConfig) -> AbstractMtp:
+        """The layer as programs of this engine take it."""
+        return abstract_mtp(self.files.target, dtype, quantization=self.quantization, shards=config.shards)
+
+    def load(self, programs: ProgramSet, *, progress: bool = False) -> tuple[jax.Array, ...]:
+        """The weights, which programs take behind the target's."""
+        assert isinstance(programs.drafter, MtpDrafter)
+        formats = programs.formats[len(programs.model.specs) :]
+        return self.files.load(programs.drafter.layer, shards=programs.config.shards, formats=formats)
+
+
 def open_draft(
     speculation: Speculation | None, target: ModelFiles, quantization: str | None, *, progress: bool = False
-) -> DraftFiles | HeadFiles | None:
+) -> DraftFiles | HeadFiles | LayerFiles | None:
     """The files of what drafts for a target, None if no model does. quantization: see `DraftFiles.open`.
 
     Raises CheckpointError or ConfigError, for a head of another model too.
     """
-    if speculation is None or speculation.model is None:
+    if speculation is None or not speculation.by_model:
         return None
+    if speculation.method == "mtp":
+        return LayerFiles.open(target, quantization)
+    assert speculation.model is not None
     if speculation.method == "eagle3":
         return HeadFiles(Eagle3Files.open(speculation.model, target.config))
     return DraftFiles.open(str(speculation.model), target, quantization, progress=progress)

@@ -766,7 +766,7 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
         raise ConfigurationError("programs of artifacts do not count the experts' load: leave artifacts out")
     if decided := [name for name in _OF_ARTIFACTS if getattr(choices.engine, name) is not None]:
         raise ConfigurationError(f"artifacts decide {decided[0]}: leave it out")
-    artifacts.check(model, choices.compiled(), None if choices.draft is None else choices.draft.files.config)
+    artifacts.check(model, choices.compiled(), None if choices.draft is None else choices.draft.shape)
     return artifacts.load(), artifacts.start()
 
 

@@ -163,16 +163,18 @@ class Decoder(nnx.Module):
             x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
         return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
 
-    def logits(self, x: jax.Array, shards: Shards, backend: str | None = None) -> jax.Array:
+    def logits(
+        self, x: jax.Array, shards: Shards, backend: str | None = None, *, norm: Norm | None = None
+    ) -> jax.Array:
         """Hidden states [T, D] -> logits [T, V] float32, of this device's part of the vocabulary.
 
-        backend: see `matmul`.
+        backend: see `matmul`. norm: instead of the final one.
         """
-        config = self.config
+        config, norm = self.config, self.final_norm if norm is None else norm
         with jax.named_scope("head"):
-            y = self.final_norm(x, shards)
+            y = norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
-            y = y if transposed else self.final_norm.for_products(x, y, shards)
+            y = y if transposed else norm.for_products(x, y, shards)
             logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)
             logits = shards.sum(logits, axes.EMBED)
             if config.head_bias:

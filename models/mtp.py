@@ -77,9 +77,10 @@ class MtpLayer(nnx.Module):
 @dataclass(frozen=True)
 class AbstractMtp:
     """The structure of a layer. Programs take the arrays of its weights in the order of `model.specs`; its cache is
-    planned as that of any model."""
+    planned as that of any model. target_layers: how many layers the target has."""
 
     model: AbstractModel
+    target_layers: int
 
     def merge(self, weights: Sequence[jax.Array]) -> MtpLayer:
         """The layer over these weights; call it inside a traced function."""
@@ -101,4 +102,5 @@ def abstract_mtp(
     config = replace(target, layers=(last,))
     layout = Layout(config, shards)
     build = lambda: MtpLayer(layout, jnp.dtype(dtype))  # noqa: E731
-    return AbstractMtp(abstract_module(build, layout, (Segment(0, config.layers),), dtype, quantization=quantization))
+    segments = (Segment(0, config.layers),)
+    return AbstractMtp(abstract_module(build, layout, segments, dtype, quantization=quantization), len(target.layers))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.assemble import LoadItem, layer_assembly, top_assembly
-from inferlib.checkpoint.load import load_item
+from inferlib.checkpoint.load import load_each
 from inferlib.checkpoint.safetensors import SafetensorsSource, write_safetensors
 from inferlib.checkpoint.source import CheckpointError, read_json
 from inferlib.models.abstract import WeightSpec
@@ -84,7 +83,7 @@ class Eagle3Files:
     ) -> tuple[jax.Array, ...]:
         """The weights in the order of `head.model.specs`, on their devices; formats: see `load_weights`. Raises
         CheckpointError for tensors that are missing, of another shape, or that no head has."""
-        items, model = [_item(head, weight, self.prefix) for weight in head.model.weights], head.model
+        items = [_item(head, weight, self.prefix) for weight in head.model.weights]
         identity = "d2t" not in set(self.source.names())
         if identity and self.config.model.vocab != self.config.target_vocab:
             raise CheckpointError(
@@ -95,11 +94,7 @@ class Eagle3Files:
             zeros = (Piece("d2t", (self.config.model.vocab,), values=(0.0,) * self.config.model.vocab),)
             items = [replace(item, pieces=(zeros,)) if item.weight.part == "d2t" else item for item in items]
         self._check(items)
-        arrays, rest = [], iter(formats or [None] * len(model.specs))
-        for item in items:
-            of_item = tuple(islice(rest, len(item.weight.arrays)))
-            arrays += load_item(self.source, item, model, shards, lambda _: None, of_item)
-        return tuple(arrays)
+        return load_each(self.source, items, head.model, shards, formats)
 
     def _check(self, items: Sequence[LoadItem]) -> None:
         """Raise CheckpointError unless the tensors are those of the head."""

@@ -128,6 +128,21 @@ def load_weights(
     return tuple(arrays)
 
 
+def load_each(
+    source: TensorSource,
+    items: Iterable[LoadItem],
+    model: AbstractModel,
+    shards: Shards,
+    formats: Sequence[Format | NamedSharding | None] | None,
+) -> tuple[jax.Array, ...]:
+    """The arrays of these weights, which are all of a model's. formats: see `load_weights`."""
+    rest, arrays = iter(formats or [None] * len(model.specs)), []
+    for item in items:
+        places = tuple(islice(rest, len(item.weight.arrays)))
+        arrays += load_item(source, item, model, shards, lambda _: None, places)
+    return tuple(arrays)
+
+
 def load_item(
     source: TensorSource,
     item: LoadItem,

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.assemble import LoadItem
-from inferlib.checkpoint.load import item_of, load_item
+from inferlib.checkpoint.load import item_of, load_each
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import ConfigError, ModelConfig
@@ -20,6 +22,15 @@ from inferlib.models.families.common import Family
 from inferlib.models.mtp import AbstractMtp
 from inferlib.models.pieces import Piece, assembly
 from inferlib.sharding.shards import Shards
+
+
+def check_mtp(family: Family) -> None:
+    """Raise ConfigError unless models of a family have such a layer."""
+    if family.prefix.replace("{i}", "{layers}") not in family.drafts:
+        raise ConfigError(
+            f"{family.name} has no layer for predicting further tokens behind its last one, as DeepSeek-V3 and "
+            "GLM-4.5 have: choose another way to draft"
+        )
 
 
 @dataclass(frozen=True)
@@ -35,11 +46,7 @@ class MtpFiles:
     def open(source: TensorSource, family: Family, target: ModelConfig) -> MtpFiles:
         """Raises ConfigError for a family that ships such layers in another form, or none, and CheckpointError for a
         checkpoint without the layer."""
-        if family.prefix.replace("{i}", "{layers}") not in family.drafts:
-            raise ConfigError(
-                f"{family.name} has no layer for predicting further tokens behind its last one, as DeepSeek-V3 and "
-                "GLM-4.5 have: choose another way to draft"
-            )
+        check_mtp(family)
         prefix = family.prefix.format(i=len(target.layers))
         if prefix + "eh_proj.weight" not in set(source.names()):
             raise CheckpointError(
@@ -48,16 +55,18 @@ class MtpFiles:
             )
         return MtpFiles(source, family, target, prefix)
 
-    def load(self, mtp: AbstractMtp, *, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
-        """The layer's weights in the order of `mtp.model.specs`, on their devices. Raises CheckpointError for tensors
-        that are missing or of another shape."""
+    def load(
+        self,
+        mtp: AbstractMtp,
+        *,
+        shards: Shards = Shards(),  # noqa: B008
+        formats: Sequence[Format | NamedSharding | None] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """The layer's weights in the order of `mtp.model.specs`, on their devices; formats: see `load_weights`. Raises
+        CheckpointError for tensors that are missing or of another shape."""
         items = [self._item(mtp, weight) for weight in mtp.model.weights]
         _check(self.source, items)
-        arrays = []
-        for item in items:
-            places = (None,) * len(item.weight.arrays)
-            arrays += load_item(self.source, item, mtp.model, shards, lambda _: None, places)
-        return tuple(arrays)
+        return load_each(self.source, items, mtp.model, shards, formats)
 
     def _item(self, mtp: AbstractMtp, weight: WeightSpec) -> LoadItem:
         if weight.block is not None:

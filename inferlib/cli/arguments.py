@@ -92,7 +92,8 @@ Speculation = Annotated[
     str | None,
     typer.Option(
         help="Draft tokens, and verify them together: ngram:3 drafts up to 3 by the text so far, draft:NAME:3 by a "
-        "smaller model of the same vocabulary, eagle3:DIRECTORY:3 by an EAGLE-3 head. It changes no result."
+        "smaller model of the same vocabulary, eagle3:DIRECTORY:3 by an EAGLE-3 head, mtp:3 by the model's own layer "
+        "for further tokens. It changes no result."
     ),
 ]
 MaxAdapters = Annotated[

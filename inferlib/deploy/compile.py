@@ -25,7 +25,7 @@ from inferlib.config import (
 )
 from inferlib.configs import load
 from inferlib.deploy.source import ModelSource, model_source
-from inferlib.draft_files import check_tokenizers
+from inferlib.draft_files import LayerFiles, check_tokenizers
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.inspection.report_html import page
@@ -191,7 +191,11 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
 
 def _draft(target: ModelSource, speculation: Speculation | None, quantization: str | None) -> dict[str, Any]:
     """The fields of a deployment that say what drafts for a target; none if no model or head does."""
-    if speculation is None or speculation.model is None:
+    if speculation is None:
+        return {}
+    if speculation.method == "mtp" and target.files is not None:
+        LayerFiles.open(target.files, quantization)  # which may lack the layer
+    if speculation.model is None:
         return {}
     if speculation.method == "eagle3":
         head = Eagle3Files.open(speculation.model, target.config)

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.checkpoint.eagle3 import Eagle3Files
+from inferlib.checkpoint.mtp import check_mtp
 from inferlib.config import (
     DTYPES,
     Buckets,
@@ -27,8 +28,9 @@ from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.adapters import AdapterSlots
-from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
+from inferlib.models.families import family_of
+from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
@@ -74,7 +76,8 @@ def explain(
         at most 2048.
     quantization, kv_cache_dtype: formats of the weights and of the cache, as for `LLM`.
     cache_memory: bytes of a cache, or text such as "16GiB": the result says how many tokens its pages hold.
-    speculation: "draft:NAME:3", as for `LLM`: also what the model takes that drafts. Other drafts take nothing.
+    speculation: "draft:NAME:3", "eagle3:DIRECTORY:3" or "mtp:3", as for `LLM`: also what drafts takes. Other drafts
+        take nothing.
     max_adapters, max_adapter_rank: as for `LLM`: also what adapters take.
     revision: branch, tag or commit of a model of the hub.
 
@@ -100,7 +103,7 @@ def explain(
         )
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
-    draft = _draft(recipe, speculation_option(formats.get("speculation")), length, quantization)
+    draft = _draft(source, speculation_option(formats.get("speculation")), length, quantization)
     mesh, implementations = None, ()
     if parallel is not None:
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
@@ -112,11 +115,17 @@ def explain(
 
 
 def _draft(
-    target: ModelConfig, speculation: Speculation | None, max_len: int, quantization: str | None
+    of: ModelSource, speculation: Speculation | None, max_len: int, quantization: str | None
 ) -> Mapping[str, AbstractModel]:
-    """The model or head that drafts, by the dtype it is loaded as; empty if none does."""
-    if speculation is None or speculation.model is None:
+    """The model, head or layer that drafts, by the dtype it is loaded as; empty if none does."""
+    if speculation is None or not speculation.by_model:
         return {}
+    target = of.config
+    if speculation.method == "mtp":
+        check_mtp(family_of(dict(of.hf)))
+        stored = of.quantization(quantization)
+        return {dtype: abstract_mtp(target, dtype, quantization=stored).model for dtype in DTYPES}
+    assert speculation.model is not None
     if speculation.method == "eagle3":
         head = Eagle3Files.open(speculation.model, target).config
         return {dtype: abstract_head(head, dtype).model for dtype in DTYPES}

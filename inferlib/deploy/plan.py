@@ -84,8 +84,10 @@ def drafts_option(speculation: str | None, acceptance: float | None) -> Drafts |
     """Of two options, of which speculation is text such as "ngram:3" or "draft:NAME:3". Raises CheckpointError,
     ConfigError or ConfigurationError."""
     chosen = speculation_option(speculation)
-    if chosen is not None and chosen.method == "eagle3":
-        raise ConfigurationError("the cost model knows no EAGLE-3 heads: plan with speculation by ngram or draft")
+    if chosen is not None and chosen.method in ("eagle3", "mtp"):
+        raise ConfigurationError(
+            "the cost model knows no EAGLE-3 heads and no MTP layers: plan with speculation by ngram or draft"
+        )
     model = None if chosen is None or chosen.model is None else model_source(chosen.model, files=False).config
     return Drafts.of(chosen, acceptance, model)
 

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 
 from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype, speculation_option
-from inferlib.draft_files import DraftFiles, HeadFiles, open_draft
+from inferlib.draft_files import DraftFiles, HeadFiles, LayerFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
-from inferlib.models.eagle3 import AbstractHead
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
+from inferlib.speculation.drafting import model_of
 
 # Keyword arguments of `LLM` beside the engine's options.
 _OF_LLM = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", "generation_config")
@@ -70,7 +70,7 @@ class Choices:
     parallel: Parallelism | None
     placement: ExpertPlacement | None
     engine: EngineOptions
-    draft: DraftFiles | HeadFiles | None = None
+    draft: DraftFiles | HeadFiles | LayerFiles | None = None
 
     @staticmethod
     def read(
@@ -104,7 +104,7 @@ class Choices:
         settings = {field.name: getattr(self.engine, field.name) for field in fields(EngineOptions)}
         settings |= {"dtype": self.dtype, "quantization": self.quantization, "parallel": self.parallel}
         draft = self.draft
-        settings |= {"draft": draft.files.config if isinstance(draft, HeadFiles) else draft and draft.config}
+        settings |= {"draft": draft and draft.shape}
         settings |= {"draft_quantization": draft and draft.quantization}
         return settings | {"expert_placement": self.placement}
 
@@ -140,7 +140,7 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
         adapters=config.adapters,
     )
     drafting = None if draft is None else draft.describe(dtype, config)
-    of_drafts = drafting.model if isinstance(drafting, AbstractHead) else drafting
+    of_drafts = None if drafting is None else model_of(drafting)
     config = with_memory(choices.engine, resolve, abstract, this_memory, of_drafts)
     programs = ProgramSet.make(abstract, config, drafting=drafting)
     programs.choose_layouts()

@@ -15,6 +15,7 @@ from typing import Any
 from jax.experimental.layout import Layout
 
 from inferlib.checkpoint.eagle3 import head_config
+from inferlib.checkpoint.mtp import check_mtp
 from inferlib.config import (
     Buckets,
     ConfigurationError,
@@ -25,16 +26,18 @@ from inferlib.config import (
     check_dtype,
     speculation_option,
 )
-from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
-from inferlib.models.eagle3 import AbstractHead, Eagle3Config, abstract_head
-from inferlib.models.families import config_from_hf
+from inferlib.models.eagle3 import Eagle3Config, abstract_head
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.sharding.mesh import Device, Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import preset
 from inferlib.sharding.shards import Shards, planned_shards
+from inferlib.speculation.drafting import Drafting
 from inferlib.targets import Target, parse_target
 
 
@@ -120,19 +123,20 @@ class Deployment:
     @property
     def draft_model(self) -> ModelConfig | None:
         """The model that drafts."""
-        return None if self.draft is None or self._by_head else config_from_hf(dict(self.draft))
+        return config_from_hf(dict(self.draft)) if self.draft is not None and self._method == "draft" else None
 
     @property
     def draft_head(self) -> Eagle3Config | None:
         """The EAGLE-3 head that drafts. Raises CheckpointError for one of another model."""
-        if self.draft is None or not self._by_head:
+        if self.draft is None or self._method != "eagle3":
             return None
         return head_config(self.draft, self.model, embeds=self.draft_embeds)
 
     @property
-    def _by_head(self) -> bool:
+    def _method(self) -> Any:
+        """How tokens are drafted, None if they are not."""
         speculation = speculation_option(self.speculation)
-        return speculation is not None and speculation.method == "eagle3"
+        return None if speculation is None else speculation.method
 
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
@@ -153,13 +157,16 @@ class Deployment:
         config = self.config(shards)
         describe = partial(abstract_model, dtype=self.dtype, backend=config.backend, scan=config.scan, shards=shards)
         model = describe(self.model, quantization=self.quantization, expert_slots=self.expert_slots)
-        draft: AbstractModel | AbstractHead | None = None
+        draft: Drafting | None = None
         check_packed(model, config, on_devices=True)
         if self.draft_model is not None:
             draft = describe(self.draft_model, quantization=self.draft_quantization)
             check_packed(draft, config, on_devices=True)
         if self.draft_head is not None:
             draft = abstract_head(self.draft_head, self.dtype, shards=shards)
+        if self._method == "mtp":
+            check_mtp(family_of(dict(self.hf)))
+            draft = abstract_mtp(self.model, self.dtype, quantization=self.quantization, shards=shards)
         return ProgramSet.make(model, config, layouts, draft)
 
     def planned(self) -> ProgramSet:

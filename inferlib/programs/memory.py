@@ -73,7 +73,7 @@ class Demand:
         speculation, rows = self.config.speculation, self.config.rows
         history = 0 if speculation is None else rows * self.config.max_len
         features = 0
-        if speculation is not None and speculation.method == "eagle3" and self.drafting is not None:
+        if speculation is not None and speculation.method in ("eagle3", "mtp") and self.drafting is not None:
             features = nbytes((rows, 1 + speculation.tokens, self.drafting.config.dim), self.drafting.dtype)
         return 4 * (math.prod(local) + history) + features
 

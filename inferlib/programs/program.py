@@ -370,7 +370,7 @@ class _Maker:
         model, count = drafter.model, len(self.model.specs)
         context = partial(self.context, model.config, drafter.backend, rows.pages)
         modules = model.module(weights[count:]), self.model.merge(weights[:count])
-        return DraftTools(*modules, context, partial(self.drafted, rows), rows.counts.shape[1])
+        return DraftTools(*modules, context, partial(self.drafted, rows), rows.counts.shape[1], self.config.shards)
 
     def drafted(self, rows: RowState, logits: jax.Array, ahead: jax.Array | int) -> jax.Array:
         """The token that each row would choose by these logits, so many tokens behind its next one."""

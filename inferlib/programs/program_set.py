@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
-from inferlib.models.eagle3 import AbstractHead
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
@@ -67,9 +66,8 @@ from inferlib.programs.start_functions import prepared, run
 from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
-from inferlib.speculation.draft_model import DraftModel
 from inferlib.speculation.drafter import ModelDrafter
-from inferlib.speculation.eagle3 import Eagle3Drafter
+from inferlib.speculation.drafting import Drafting, drafter_of, model_of
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +108,14 @@ class ProgramSet:
         model: AbstractModel,
         config: EngineConfig,
         layouts: Sequence[Layout] | None = None,
-        drafting: AbstractModel | AbstractHead | None = None,
+        drafting: Drafting | None = None,
     ) -> ProgramSet:
         """The programs and the cache of an engine. Raises ConfigurationError for arrays that programs cannot take.
 
         Warns of kernels of `config.backend` that cannot run their part of the model, in place of which XLA's form runs.
-        drafting: the model or head that drafts, if `config.speculation` has one.
+        drafting: what drafts, if `config.speculation` has a model, head or layer for it.
         """
-        of_drafts = drafting.model if isinstance(drafting, AbstractHead) else drafting
+        of_drafts = None if drafting is None else model_of(drafting)
         for one in (model, of_drafts):
             if one is not None:
                 check_packed(one, config, on_devices=config.shards.mesh is not None or layouts is not None)
@@ -485,13 +483,12 @@ class ProgramSet:
         )
 
 
-def _drafter(drafting: AbstractModel | AbstractHead, config: EngineConfig, plan: CachePlan) -> ModelDrafter:
-    """What drafts by a model or a head, with the kernels that can run it."""
-    model = drafting.model if isinstance(drafting, AbstractHead) else drafting
+def _drafter(drafting: Drafting, config: EngineConfig, plan: CachePlan) -> ModelDrafter:
+    """What drafts by it, with the kernels that can run it."""
+    model = model_of(drafting)
     choices = Choices.of(config, model, plan.of_drafts)
     choices.warn(config.backend, model)
-    backend = choices.runnable(config.backend)
-    return Eagle3Drafter(drafting, backend) if isinstance(drafting, AbstractHead) else DraftModel(drafting, backend)
+    return drafter_of(drafting, choices.runnable(config.backend))
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:

@@ -18,6 +18,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.ops.backend import Backend
+from inferlib.sharding.shards import Shards
 
 Caches: TypeAlias = tuple[LayerCache, ...]
 
@@ -90,7 +91,7 @@ class DraftTools:
 
     module: the model over its weights; target: the one that it drafts for. context: of a step of the model, whose rows
     have the pages of the target's. choose: the token [B] that each row would choose by logits [B, V], so many tokens
-    behind its next one. columns: V, of the target on this device.
+    behind its next one. columns: V, of the target on this device. shards: of both models.
     """
 
     module: Any
@@ -98,6 +99,7 @@ class DraftTools:
     context: Callable[[StepBatch], StepContext]
     choose: Callable[[jax.Array, jax.Array | int], jax.Array]
     columns: int
+    shards: Shards
 
 
 class ModelDrafter(Protocol):

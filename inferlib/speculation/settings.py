@@ -13,7 +13,8 @@ from inferlib.speculation.ngram import NgramDrafter
 
 MOST_DRAFTS = 15
 _DRAFTERS: Mapping[str, Drafter] = {"ngram": NgramDrafter()}
-_BY_MODEL = ("draft", "eagle3")  # methods that need a model
+_WITH_FILES = ("draft", "eagle3")  # methods that need files of their own
+_BY_MODEL = (*_WITH_FILES, "mtp")  # methods by which layers draft
 METHODS = (*_DRAFTERS, *_BY_MODEL)
 _TEXT = re.compile(r"([a-z0-9]+)(?::(?!\d+$)(.+?))?(?::(\d{1,4}))?", re.DOTALL)
 
@@ -23,7 +24,8 @@ class Speculation:
     """Speculative decoding: tokens are drafted, and one step verifies them all (Leviathan et al., ICML 2023).
 
     method: "ngram", which looks for the end of a row among its own tokens; "draft", a smaller model of the same
-        vocabulary; "eagle3", a head that reads the model's hidden states; or a `Drafter`.
+        vocabulary; "eagle3", a head that reads the model's hidden states; "mtp", the layer for further tokens that
+        the model's own checkpoint has (DeepSeek-V3, GLM-4.5); or a `Drafter`.
     tokens: most tokens that are drafted for a step, 1 to 15. Programs for fewer are compiled too: see `counts`.
     model: of "draft": a model as for `LLM`; of "eagle3": the head's directory.
 
@@ -45,10 +47,10 @@ class Speculation:
         self._check_model()
 
     def _check_model(self) -> None:
-        if not self.by_model:
+        if self.method not in _WITH_FILES:
             if self.model is not None:
                 raise ValueError(
-                    f"speculation by {self.method!r:.100} has no model: leave {str(self.model)!r:.100} out"
+                    f"speculation by {self.method!r:.100} takes no model: leave {str(self.model)!r:.100} out"
                 )
             return
         if not isinstance(self.model, str | Path) or not str(self.model):
@@ -76,7 +78,7 @@ class Speculation:
 
     @property
     def by_model(self) -> bool:
-        """True if a model drafts."""
+        """True if a model, or a layer of one, drafts."""
         return self.method in _BY_MODEL
 
     @property

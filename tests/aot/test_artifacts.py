@@ -39,6 +39,7 @@ from inferlib.targets import parse_target
 from tests.helpers.cli_model import COMMAND, make_model
 from tests.helpers.damaged_files import damaged_json, problem
 from tests.helpers.eagle3 import make_head
+from tests.helpers.mtp import make_target
 from tests.helpers.oracle import make_checkpoint
 
 needs_gpu = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
@@ -231,6 +232,19 @@ def test_programs_with_a_head(model, tmp_path):
     (head / "config.json").write_text(json.dumps(hf | {"rms_norm_eps": 0.5}))
     with pytest.raises(ArtifactError, match=r"draft\.model\.norm\.eps is .* in its programs, and 0\.5 here"):
         LLM(model, artifacts=folder, progress=False)
+
+
+@pytest.mark.slow
+def test_programs_with_a_layer_for_further_tokens(tmp_path):
+    folder, model = tmp_path / "compiled", make_target(tmp_path, "deepseek_v3")
+    result = compile_into(folder, model, "--speculation", "mtp:2", "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    llm = LLM(model, artifacts=folder, progress=False)
+    tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
+    assert tokens[0] == tokens[1]
+    assert llm.stats.drafts
 
 
 def test_another_model_is_named_by_its_field(folder, tmp_path):

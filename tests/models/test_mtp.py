@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
@@ -26,61 +24,21 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.mtp import abstract_mtp
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards
+from tests.helpers.mtp import MTP_LAYERS, PublishedMtp, make_target
 from tests.helpers.oracle import make_checkpoint
 
-LENGTH, LAYERS, FURTHER = 20, 4, 3
+LENGTH, FURTHER = 20, 3
 TOKENS = np.random.default_rng(0).integers(0, 131, LENGTH + FURTHER).astype(np.int32)
-
-
-def make_target(folder: Path, family: str) -> Path:
-    """A checkpoint with a layer for predicting further tokens behind its own 4; `reference` is a model of all 5."""
-    path = make_checkpoint(folder, family, num_hidden_layers=LAYERS + 1)
-    tensors, hf = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
-    (path / "reference").mkdir()
-    save_file(tensors, path / "reference" / "model.safetensors", metadata={"format": "pt"})
-    (path / "reference" / "config.json").write_text(json.dumps(hf))
-    dim, draw = hf["hidden_size"], np.random.default_rng(2)
-    prefix = f"model.layers.{LAYERS}."
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{prefix}{name}.weight"] = (1 + 0.2 * draw.standard_normal(dim)).astype(np.float32)
-    tensors[prefix + "eh_proj.weight"] = (0.16 * draw.standard_normal((dim, 2 * dim))).astype(np.float32)
-    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    hf |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    if "mlp_layer_types" in hf:
-        hf["mlp_layer_types"] = hf["mlp_layer_types"][:LAYERS]
-    (path / "config.json").write_text(json.dumps(hf))
-    return path
 
 
 @torch.no_grad()
 def reference(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states [LENGTH - 1 + FURTHER, D] of a layer, over a text and then fed with its own; and normed."""
-    folder = path / "reference"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval().model
-    tensors = load_file(path / "model.safetensors")
-    at, eps, tokens = LAYERS, model.config.rms_norm_eps, torch.as_tensor(TOKENS).long()
-    w = {name: torch.as_tensor(tensors[f"model.layers.{at}.{name}.weight"]) for name in ("enorm", "hnorm", "eh_proj")}
-    head_norm = torch.as_tensor(tensors[f"model.layers.{at}.shared_head.norm.weight"])
-    norm = lambda x, weight: functional.rms_norm(x, x.shape[-1:], weight, eps)  # noqa: E731
-    states = model(input_ids=tokens[None, :LENGTH], output_hidden_states=True).hidden_states[LAYERS][0]
-    hidden = model.norm(states)[:-1]
-    embeddings = model.embed_tokens(tokens)[1:]
-    embeddings[0] = 0
-    inputs, out = torch.zeros(0, hidden.shape[-1]), torch.zeros(0)
-    for further in range(FURTHER + 1):
-        taken = embeddings[len(inputs) : len(inputs) + len(hidden)]
-        x = functional.linear(torch.cat([norm(taken, w["enorm"]), norm(hidden, w["hnorm"])], -1), w["eh_proj"])
-        inputs = torch.cat([inputs, x])
-        positions = torch.arange(len(inputs))[None]
-        mask = torch.full((len(inputs), len(inputs)), -torch.inf).triu(1)[None, None]
-        rope = model.rotary_emb(inputs[None], positions)
-        out = model.layers[at](inputs[None], attention_mask=mask, position_ids=positions, position_embeddings=rope)
-        out = (out[0] if isinstance(out, tuple) else out).reshape(len(inputs), -1)
-        hidden = out[-1:]
-        assert further or len(out) == LENGTH - 1
-    return out.numpy(), norm(out, head_norm).numpy()
+    layer, tokens = PublishedMtp(path), torch.as_tensor(TOKENS).long()
+    out = layer.step(tokens[1:LENGTH], layer.features(tokens[:LENGTH])[:-1])
+    for further in range(FURTHER):
+        out = layer.step(tokens[LENGTH + further, None], out[-1:])
+    return out.numpy(), layer.norm(out, "shared_head.norm").numpy()
 
 
 def open_files(path: Path) -> MtpFiles:
@@ -135,7 +93,7 @@ def test_a_layer_equals_transformers(family, tmp_path):
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path):
     path = make_target(tmp_path, "deepseek_v3")
     file = path / "model.safetensors"
-    tensors = {k: v for k, v in load_file(file).items() if not k.startswith(f"model.layers.{LAYERS}.")}
+    tensors = {k: v for k, v in load_file(file).items() if not k.startswith(f"model.layers.{MTP_LAYERS}.")}
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"no layer model.layers.4. for predicting further tokens"):
         open_files(path)

@@ -1,0 +1,144 @@
+"""A model's own layer for further tokens drafts: its drafts are the published ones, and tokens are the same without."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from inferlib import LLM, Buckets, Speculation, convert, explain
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.deploy.plan import drafts_option
+from inferlib.models.config import ConfigError
+from inferlib.outputs import RequestOutput
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm
+from tests.helpers.mtp import PublishedMtp, make_target
+from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_nothing_compiles, assert_same, run, tight
+
+pytestmark = pytest.mark.usefixtures("counts")
+BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
+IDS = [9, 40, 41]
+# Answers of three tokens alone, so that many drafts stand.
+CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
+ALONE = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def without(path) -> LLM:
+    return build_llm(path, BUCKETS, decode_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)
+
+
+@torch.no_grad()
+def published_counts(path: Path, output: RequestOutput) -> np.ndarray:
+    """How many of the published drafts could stand if each step of a row verifies three, and how many do."""
+    text = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    features, tried, stood = PublishedMtp(path).features(text), 0, 0
+    cells, end = len(output.prompt_token_ids), len(text)
+    while cells < end - 1:
+        layer, drafts = PublishedMtp(path), []
+        state = layer.step(text[1 : cells + 1], features[:cells])[-1:]
+        for _ in range(3):
+            drafts.append(IDS[int(layer.logits(state)[0, IDS].argmax())])
+            state = layer.step(torch.tensor(drafts[-1:]), state)[-1:]
+        for i in range(4):
+            cells += 1
+            if i == 3 or cells == end - 1:
+                break
+            tried += 1
+            if drafts[i] != text[cells]:
+                break
+            stood += 1
+    return np.array([tried, stood])
+
+
+def test_drafts_are_the_published_ones(path, without):
+    """As many stand as by the published arithmetic, step by step from features and positions of its own."""
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", prefix_caching=False)
+    wanted = np.zeros(2, int)
+    for job in ALONE:
+        outputs = run(llm, [job])
+        assert_same(outputs, run(without, [job]))
+        wanted += published_counts(path, outputs[0])
+    assert (llm.stats.drafts, llm.stats.accepted_drafts) == tuple(wanted)
+    assert wanted[1] / wanted[0] > 0.2
+
+
+def test_all_options_in_one_batch(path, expected):
+    """With cached prefixes and rows that lose their pages; the second time all is cached."""
+    llm = tight(path, BUCKETS, decode_steps=3, speculation="mtp:3")
+    for _ in range(2):
+        assert_same(run(llm, JOBS), expected)
+        assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert llm.stats.drafts
+
+
+def test_what_is_refused(path, checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match="llama has no layer for predicting further tokens"):
+        build_llm(checkpoint("llama"), BUCKETS, speculation="mtp:3")
+    with pytest.raises(ConfigError, match="llama has no layer for predicting further tokens"):
+        explain("llama3-8b", speculation="mtp:3")
+    convert(path, tmp_path / "converted", dtype="float32", progress=False)
+    with pytest.raises(CheckpointError, match="converted, which leaves the layer for predicting further tokens out"):
+        build_llm(tmp_path / "converted", BUCKETS, speculation="mtp:3")
+    with pytest.raises(ValueError, match="speculation by 'mtp' takes no model: leave 'NAME' out"):
+        Speculation.read("mtp:NAME:3")
+    with pytest.raises(ValueError, match="knows no EAGLE-3 heads and no MTP layers"):
+        drafts_option("mtp:3", 0.7)
+
+
+def test_its_weights_are_counted(path):
+    """A layer like the last one, the projection and two norms more; and a cache of one layer of four."""
+    facts = explain(path, speculation="mtp:3").facts()
+    sizes = [x["cache_bytes"]["float32"]["per_token"] for x in (facts["draft"], facts)]
+    assert 4 * sizes[0] == sizes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"scan": True}, {"kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}], ids=str)
+def test_kinds_of_engines(path, more):
+    jobs = JOBS[:4] + ALONE
+    expected = run(build_llm(path, BUCKETS, decode_steps=3, **more), jobs)
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", **more)
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+    assert llm.stats.accepted_drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["tp=2", "ep=2,tp=2"])
+def test_several_devices(path, parallel, without):
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", parallel=parallel)
+    assert_same(run(llm, ALONE), run(without, ALONE))
+    assert llm.stats.accepted_drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+def test_other_families(family, tmp_path):
+    path = make_target(tmp_path, family)
+    expected = run(build_llm(path, BUCKETS, decode_steps=3), ALONE)
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", prefix_caching=False)
+    assert_same(run(llm, ALONE), expected)
+    assert (llm.stats.drafts, llm.stats.accepted_drafts) == tuple(sum(published_counts(path, o) for o in expected))
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(path, without, counts):
+    counts(3, 0, 1)
+    assert_nothing_compiles(lambda: build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3"), without)
