@@ -18,6 +18,7 @@ from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.mtp import PublishedMtp, make_target
 from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_nothing_compiles, assert_same, run, tight
+from tests.helpers.tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("counts")
 BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
@@ -29,7 +30,9 @@ ALONE = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), "deepseek_v3")
+    folder = make_target(tmp_path_factory.mktemp("target"), "deepseek_v3")
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,11 @@ def published_counts(path: Path, output: RequestOutput) -> np.ndarray:
     return np.array([tried, stood])
 
 
-def test_drafts_are_the_published_ones(path, without):
-    """As many stand as by the published arithmetic, step by step from features and positions of its own."""
+def assert_published(path: Path, without: LLM) -> None:
+    """As many stand as by the published arithmetic, step by step from features and positions of its own.
+
+    Each request runs alone, as steps that prefill draft nothing.
+    """
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", prefix_caching=False)
     wanted = np.zeros(2, int)
     for job in ALONE:
@@ -74,7 +80,11 @@ def test_drafts_are_the_published_ones(path, without):
         assert_same(outputs, run(without, [job]))
         wanted += published_counts(path, outputs[0])
     assert (llm.stats.drafts, llm.stats.accepted_drafts) == tuple(wanted)
-    assert wanted[1] / wanted[0] > 0.2
+    assert wanted[1] > 5
+
+
+def test_drafts_are_the_published_ones(path, without):
+    assert_published(path, without)
 
 
 def test_all_options_in_one_batch(path, expected):
@@ -132,10 +142,7 @@ def test_several_devices(path, parallel, without):
 @pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
 def test_other_families(family, tmp_path):
     path = make_target(tmp_path, family)
-    expected = run(build_llm(path, BUCKETS, decode_steps=3), ALONE)
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", prefix_caching=False)
-    assert_same(run(llm, ALONE), expected)
-    assert (llm.stats.drafts, llm.stats.accepted_drafts) == tuple(sum(published_counts(path, o) for o in expected))
+    assert_published(path, build_llm(path, BUCKETS, decode_steps=3))
 
 
 @pytest.mark.slow
