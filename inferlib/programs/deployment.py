@@ -73,7 +73,7 @@ class Deployment:
     def __post_init__(self):
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
-        if (self.draft is not None) != (speculation is not None and speculation.by_model):
+        if (self.draft is not None) != (speculation is not None and speculation.model is not None):
             raise ConfigurationError(
                 f"draft is the config of the model that drafts, and speculation is {self.speculation}: give both, such "
                 "as draft={...} with speculation='draft:NAME:3', or neither"
