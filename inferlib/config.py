@@ -17,6 +17,7 @@ import numpy as np
 from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
+from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
@@ -24,6 +25,7 @@ from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.speculation.settings import Speculation
+from inferlib.unrolling import tpu_backend, unrolls
 
 T = TypeVar("T")
 
@@ -725,21 +727,23 @@ class EngineOptions:
             raise ConfigurationError("disk_cache_size is of the files in disk_cache: give that folder too")
 
     def resolve(
-        self, device: DeviceKind, shards: Shards | None = None, model: ModelConfig | None = None
+        self,
+        device: DeviceKind,
+        shards: Shards | None = None,
+        model: ModelConfig | None = None,
+        quantization: Quantization | None = None,
     ) -> EngineConfig:
-        """The complete configuration for a device, a mesh and a model (which may be left out if max_len is given).
+        """The complete configuration for a device, a mesh and a model (which may be left out if max_len is given) whose
+        weights are quantised.
 
-        TPUs scan stacked layers and let the compiler choose the layouts of weights. GPUs run fewer steps per dispatch:
-        they always run all of them, so a row that ends keeps its place until the last. Trainium runs one, as it has no
-        loops. Raises ConfigurationError.
+        TPUs scan stacked layers, or unroll them (see `inferlib.unrolling`), and let the compiler choose the layouts of
+        weights. GPUs run fewer steps per dispatch: they always run all of them, so a row that ends keeps its place
+        until the last. Trainium runs one, as it has no loops. Raises ConfigurationError.
         """
         if self.platform is not None:
             device = device._replace(platform=self.platform)
         platform, shards = device.platform, shards or Shards()
-        backend = self.backend
-        if not isinstance(backend, Backend):
-            chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
-            backend = with_option(chosen, "auto" if backend is None else backend)
+        scan, backend = self._layers(device, shards, model, quantization)
         live = _reads_live_positions(backend, model, self.kv_cache_dtype)
         max_len = self._max_len(model, None if live else _POSITIONS[platform])
         rows = _ROWS[platform] if live else min(_ROWS[platform], _ROWS_OF_BUCKETS)
@@ -756,7 +760,6 @@ class EngineOptions:
                 tile=tile,
                 most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
             )
-        on_tpu = platform == "tpu"
         return EngineConfig(
             max_batch,
             max_len,
@@ -764,8 +767,8 @@ class EngineOptions:
             platform=platform,
             decode_steps=_default(self.decode_steps, {"gpu": 4, "neuron": 1}.get(platform, 8)),
             in_flight=_default(self.in_flight, 2),
-            scan=_default(self.scan, on_tpu),
-            free_layouts=_default(self.free_layouts, on_tpu),
+            scan=scan,
+            free_layouts=_default(self.free_layouts, platform == "tpu"),
             cascade=self._cascade(platform, shards, model),
             kv_cache_dtype=self.kv_cache_dtype,
             backend=backend,
@@ -781,6 +784,22 @@ class EngineOptions:
             speculation=speculation_option(self.speculation),
             adapters=self.adapters,
         )
+
+    def _layers(
+        self, device: DeviceKind, shards: Shards, model: ModelConfig | None, quantization: Quantization | None
+    ) -> tuple[bool, Backend]:
+        """Whether layers are scanned, and the backend for that: of unrolled layers XLA multiplies. A model that drafts
+        is stored as the other one, by a quantisation of its own, so that layers beside one are scanned."""
+        backend, on_tpu, speculation = self.backend, device.platform == "tpu", speculation_option(self.speculation)
+        fixed = isinstance(backend, Backend)
+        if not isinstance(backend, Backend):
+            chosen = Backend.for_platform(device.platform, shards, device.cores, device.generation)
+            backend = with_option(chosen, "auto" if backend is None else backend)
+        drafted = speculation is not None and speculation.by_model
+        if not on_tpu or self.scan is not None or model is None or drafted or (fixed and backend.matmul != "xla"):
+            return _default(self.scan, on_tpu), backend
+        unrolled = unrolls(model, quantization, shards, backend)
+        return not unrolled, tpu_backend(backend, model, quantization, shards)
 
     @property
     def tiers(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ LEVELS = (
             "speculation",
             "tables",
             "targets",
+            "unrolling",
         ),
         *("programs.compilation_cache", "programs.counter", "programs.start_functions"),
     ),

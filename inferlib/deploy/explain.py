@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -40,6 +40,7 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.speculation.settings import Speculation
 from inferlib.tables import Part, Tables
+from inferlib.unrolling import tpu_backend
 
 __all__ = ["Formats", "ModelExplanation", "explain"]
 
@@ -297,6 +298,7 @@ def _on_mesh(
     max_batch, max_len = sizes
     shards = planned_shards(parallel)
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
+    config = replace(config, backend=tpu_backend(config.backend, alone.config, quantization, shards))
     describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
     chunk, dtype = config.row_tokens, kv_cache_dtype or "bfloat16"

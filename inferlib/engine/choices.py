@@ -125,7 +125,7 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     shards = make_shards(choices.parallel)
 
     def resolve(options: EngineOptions) -> EngineConfig:
-        return options.resolve(device, shards, model)
+        return options.resolve(device, shards, model, choices.quantization)
 
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)

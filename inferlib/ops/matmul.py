@@ -268,9 +268,22 @@ def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> ja
         summed = tuple(range(1, contract + 1)), tuple(range(contract))
         return lax.dot_general(x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
     forms = _ROW_FORMS if product.backend in (None, "pallas_gpu") else _XLA_ROW_FORMS
-    forms = {name: partial(form, out_dtype=out_dtype) for name, form in forms.items()}
-    y = lax.platform_dependent(x.reshape(1, -1), w.reshape(math.prod(inner), math.prod(outer)), **forms)
-    return y.reshape(1, *outer)
+
+    def of_matrix(x: jax.Array, w: jax.Array, *, form: Callable[..., jax.Array]) -> jax.Array:
+        w = w.reshape(math.prod(inner), math.prod(outer))
+        return form(x.reshape(1, -1), w, out_dtype=out_dtype).reshape(1, *outer)
+
+    chosen = {name: partial(of_matrix, form=form) for name, form in forms.items()}
+    return lax.platform_dependent(x, w, tpu=partial(_row_on_tpu, contract=contract, out_dtype=out_dtype), **chosen)
+
+
+def _row_on_tpu(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:
+    """The product of a tile of rows: XLA:TPU makes one of a single row a multiplication, and lays the weight out anew
+    where it is reshaped."""
+    summed = tuple(range(1, contract + 1)), tuple(range(contract))
+    x = jnp.pad(x, [(0, 7), *[(0, 0)] * contract])
+    y = lax.dot_general(x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+    return y[:1]
 
 
 def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:

@@ -50,6 +50,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 from inferlib.targets import Target
+from inferlib.unrolling import tpu_backend
 
 
 @dataclass(frozen=True)
@@ -437,7 +438,10 @@ class Deployed:
 
     @cached_property
     def _backend(self) -> Backend:
-        return Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
+        backend = Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
+        if self.target.platform != "tpu":
+            return backend
+        return tpu_backend(backend, self.config, self.quantization, self.shards)
 
 
 @lru_cache(maxsize=1024)

@@ -54,7 +54,7 @@ def engine_config(deployed: Deployed, max_batch: int, max_len: int, buckets: Buc
     )
 
     def resolve(options: EngineOptions) -> EngineConfig:
-        return options.resolve(device, deployed.shards, deployed.config)
+        return options.resolve(device, deployed.shards, deployed.config, deployed.quantization)
 
     return with_memory(options, resolve, deployed.model, lambda config: target.hbm_bytes)
 

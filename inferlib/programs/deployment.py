@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from inferlib.config import (
     ConfigurationError,
     DeviceKind,
     EngineConfig,
+    EngineOptions,
     PoolSize,
     backend_option,
     check_dtype,
@@ -139,12 +140,19 @@ class Deployment:
         return None if speculation is None else speculation.method
 
     def config(self, shards: Shards) -> EngineConfig:
-        sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
+        target = self.slice
+        options = EngineOptions(
+            max_batch=self.max_batch,
+            max_len=self.max_len,
+            buckets=self.buckets,
+            kv_cache_dtype=self.kv_cache_dtype,
+            backend=self.backend,
+            cache_memory=self.cache_memory,
+            page_size=self.page_size,
+            speculation=self.speculation,
+        )
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
-        options: dict[str, Any] = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
-        config = EngineConfig.make(device, *sizes, shards, self.model, **options)
-        speculation = speculation_option(self.speculation)
-        return replace(config, cache_memory=self.cache_memory, page_size=self.page_size, speculation=speculation)
+        return options.resolve(device, shards, self.model, self.quantization)
 
     def shards(self, devices: Sequence[Device]) -> Shards:
         """The mesh; also for a single TPU, which is not a device of this process."""
@@ -232,7 +240,7 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 # The code that programs are traced from.
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
-    "inferlib.speculation",
+    *("inferlib.speculation", "inferlib.unrolling"),
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
     *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),

@@ -146,6 +146,18 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * (2 if parallel == "tp=8" else 1)
 
 
+def test_weights_are_fetched_while_collectives_run():
+    """Layers are unrolled and multiplied by XLA, so that a layer's all-reduces have the next weights in flight."""
+    made, report = compiled("v5e-8", "tp=8")
+    assert not made.planned().config.scan
+    decode = next(p for p in report.programs if p.key.rows and p.key.steps == 1)
+    residual = 128 * TINY["hidden_size"] * 2
+    ahead = [o["ahead"] for o in decode.overlaps for _ in range(o["count"]) if o["nbytes"] == residual]
+    assert len(ahead) == 1 + 2 * TINY["num_hidden_layers"]
+    smallest = TINY["hidden_size"] * TINY["intermediate_size"] // 8 * 2  # of a layer's matrices on a device
+    assert sum(size >= smallest for size in ahead) >= len(ahead) - 2
+
+
 @pytest.mark.slow
 def test_no_program_copies_a_quantised_cache():
     """Its scales least of all, which chunks and decode rows write in different ways."""
@@ -267,7 +279,7 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
 def assert_moves(program: ProgramReport, most: float) -> None:
     """most: of the bytes that it must read and write, how many times."""
     assert program.copies == []
-    assert program.temporaries < 64 << 20
+    assert program.temporaries < 160 << 20  # unrolled layers of 70B on v6e take 129 MiB
     assert program.moved_bytes <= most * program.floor_bytes
 
 
@@ -290,7 +302,7 @@ def test_quantised_weights_are_read_packed(quantization):
     assert program.outcome.ok
     assert program.copies == []
     unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
-    assert program.temporaries < usual.temporaries + unpacked // 8
+    assert program.temporaries < usual.temporaries + unpacked // 6
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 6
 
 

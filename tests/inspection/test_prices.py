@@ -230,8 +230,8 @@ def test_every_operation_of_a_decode_step_has_a_listing(tmp_path):
     (program,) = Report.of(made, outcomes).programs
     step = program.step
     assert step.operations["estimate"] == step.operations["bytes"] == 0.0
-    assert program.floor < step.computing < 1.1 * program.floor
-    residual = next(p for p in step.prices if p["name"] == "add")
-    assert residual["seconds"] < 0.2e-6  # the compiler estimates 2.7 us
+    assert program.floor < step.seconds < 1.1 * program.floor  # weights arrive during collectives
+    residual = next(p for p in step.prices if p["count"] == 2 * 32 - 1)
+    assert residual["seconds"] < 0.5e-6  # the compiler estimates 2.8 us
     attention = next(p for p in step.prices if p["name"] == "decode_attention")
     assert attention["nbytes"] > 32 * 4096 * 256 * 2  # of full rows

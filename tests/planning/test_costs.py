@@ -373,12 +373,13 @@ def test_serial_layers_cost_palm_a_seventh():
 
 
 def test_llama_70b_int8_on_16_v5e():
-    """jax-llm-examples: 159 tokens/s of each of 8 sequences. The cache is assumed to hold a thousand tokens each. Its
-    program is not ours: XLA multiplies by its weights, and fetches them during collectives."""
+    """jax-llm-examples: 159 tokens/s of each of 8 sequences. The cache is assumed to hold a thousand tokens each. As in
+    ours, XLA multiplies by the weights, and fetches them during collectives."""
     it = deployed("llama3-70b", "v5e-16", "tp=16", "int8")
     ours = it.decode(8, 1000)
-    step, measured = step_time(replace(ours, fetches_ahead=True, small=0.0), it.network), 1 / 159
-    assert step.seconds < step_time(ours, it.network).seconds
+    assert ours.fetches_ahead
+    step, measured = step_time(replace(ours, small=0.0), it.network), 1 / 159
+    assert step.seconds < step_time(replace(ours, fetches_ahead=False), it.network).seconds
     assert step.bound == "memory"
     assert 0.85 < step.floor / measured < 1.0
     assert step.seconds == pytest.approx(measured, rel=0.25)
@@ -429,10 +430,11 @@ def test_llama_405b_with_drafts_on_trn2():
 
 @pytest.mark.parametrize(("name", "compiled"), measurements("tpu-compiled")["plans"].items())
 def test_steps_compiled_for_tpus(name, compiled):
-    """Within 15 % of the TPU compiler's estimates, except where our kernel cannot take a product."""
+    """Within 15 % of the TPU compiler's estimates of scanned layers, except where our kernel cannot take a product."""
     plan = load_plan(name)
     it, limit = plan.deployed, plan.cache[-1]
-    steps = {f"decode {rows}": (it.decode(rows, limit), ms) for rows, ms in compiled["decode"].items()}
+    decode = {rows: replace(it.decode(rows, limit), fetches_ahead=False) for rows in compiled["decode"]}
+    steps = {f"decode {rows}": (decode[rows], ms) for rows, ms in compiled["decode"].items()}
     steps |= {f"prefill {n}": (it.prefill(n, limit - n), ms) for n, ms in compiled["prefill"].items()}
     # XLA lays out gate and up anew in each step: the kernel has no room for 16384 inputs.
     steps = {step: pair for step, pair in steps.items() if (name, step) != ("llama3-405b-v5p-64", "decode 1")}

@@ -1,0 +1,100 @@
+"""When layers are unrolled so that weights hide collectives, and that this changes no result. About 15 s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inferlib import Buckets, SamplingParams, configs
+from inferlib.config import DeviceKind, EngineOptions
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
+from inferlib.planning.costs import step_time
+from inferlib.planning.plans import load_plan
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from inferlib.unrolling import MOST_LAYERS
+from tests.helpers.llms import build_llm
+
+
+def resolved(name="llama3-8b", parallel="tp=8", quantization=None, device="tpu", layers=None, **options):
+    """(scan, how products are made) of a deployment."""
+    model = config_from_hf(configs.load(name))
+    model = model if layers is None else replace(model, layers=model.layers[:1] * layers)
+    stored = None if quantization is None else Quantization.named(quantization)
+    shards = planned_shards(Parallelism.parse(parallel))
+    config = EngineOptions(max_batch=16, max_len=1024, **options).resolve(DeviceKind(device), shards, model, stored)
+    return config.scan, config.backend.matmul
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"name": "llama3-70b", "quantization": "int8"},
+        {"quantization": "fp8_a8", "parallel": "tp=4,dp=2"},
+        {"parallel": "cp=2,tp=4"},
+        {"backend": "matmul=xla"},
+        {"layers": MOST_LAYERS},
+    ],
+)
+def test_layers_with_collectives_between_readable_weights_are_unrolled(options):
+    assert resolved(**options) == (False, "xla")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": "tp=1"},
+        {"parallel": "dp=8"},
+        {"parallel": "tp=8,rules=tp_sp"},
+        {"quantization": "int4"},
+        {"quantization": "mxfp4"},
+        {"quantization": "fp8_block"},
+        {"name": "qwen3-30b-a3b", "parallel": "ep=2,tp=4"},
+        {"layers": MOST_LAYERS + 1},
+        {"scan": True},
+        {"backend": Backend.for_platform("tpu", planned_shards(Parallelism.parse("tp=8")))},
+        {"speculation": "draft:smaller:3"},
+    ],
+)
+def test_others_are_scanned_and_multiplied_by_kernels(options):
+    assert resolved(**options) == (True, "pallas_tpu")
+
+
+def test_other_platforms_are_as_before():
+    assert resolved(device="cpu") == (False, "xla")
+    assert resolved(device="gpu") == (False, "pallas_gpu")
+    assert resolved(device="tpu", scan=False) == (False, "pallas_tpu")
+
+
+@pytest.mark.parametrize("name", configs.plan_names())
+def test_the_cost_model_says_so_too(name):
+    """The planner prices the form that runs, and that is never the slower one."""
+    plan = load_plan(name)
+    if plan.slice.platform != "tpu":
+        return
+    work = plan.deployed.decode(8, 1024.0)
+    scan, product = resolved(plan.model, plan.parallel, plan.deployed.quantization and str(plan.deployed.quantization))
+    assert work.fetches_ahead == (product == "xla") == (not scan)
+    times = {ahead: step_time(replace(work, fetches_ahead=ahead), plan.deployed.network) for ahead in (True, False)}
+    assert times[True].seconds <= times[False].seconds
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tokens_and_probabilities_are_those_of_scanned_layers(quantization, checkpoint):
+    """On a mesh of CPUs, bit for bit, and nothing compiles after the start."""
+    sizes = Buckets(prefill=(8,), batch=(4,), cache=(64,))
+    options = dict(parallel="tp=2", platform="tpu", quantization=quantization, free_layouts=False)
+    prompts, params = [[3, 1, 4, 1, 5], [9, 2, 6]], SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+    results = []
+    for form in ({"backend": "xla"}, {"backend": "xla", "scan": True}):
+        llm = build_llm(checkpoint("llama"), sizes, **options, **form)
+        assert llm.config.scan == form.get("scan", False)
+        outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
+        results.append([(o.token_ids, [list(p.items()) for p in o.logprobs]) for o in outputs])
+    assert results[0] == results[1]
+    assert np.size(results[0][0][0]) == 12
