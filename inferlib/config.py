@@ -521,13 +521,8 @@ class EngineConfig:
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if
         layers cannot verify drafts, or if `draft`, the model that drafts, cannot do so for this one."""
-        recurrent = {i: x.attention.title for i, x in enumerate(model.layers) if isinstance(x.attention, Recurrent)}
-        if self.speculation is not None and recurrent:
-            number, title = next(iter(recurrent.items()))
-            raise ConfigurationError(
-                f"speculation takes tokens back, which {len(recurrent)} layers of this model cannot (layer {number}: "
-                f"{title}), as their state forgets nothing: leave speculation out"
-            )
+        if self.speculation is not None:
+            check_drafted(model)
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:
@@ -826,6 +821,17 @@ class EngineOptions:
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
         return model.context if most is None else min(model.context, most)
+
+
+def check_drafted(model: ModelConfig) -> None:
+    """Raise ConfigurationError if layers of a model cannot verify drafts."""
+    recurrent = {i: x.attention.title for i, x in enumerate(model.layers) if isinstance(x.attention, Recurrent)}
+    if recurrent:
+        number, title = next(iter(recurrent.items()))
+        raise ConfigurationError(
+            f"speculation takes tokens back, which {len(recurrent)} layers of this model cannot (layer {number}: "
+            f"{title}), as their state forgets nothing: leave speculation out"
+        )
 
 
 def check_draft(draft: ModelConfig, target: ModelConfig, max_len: int = 0) -> None:

@@ -26,7 +26,8 @@ class WorkloadArguments:
     speculation: Annotated[
         str | None,
         typer.Option(
-            help="Drafts that a step may verify, such as ngram:3 or draft:NAME:3; each plan takes as many as pay."
+            help="Drafts that a step may verify, such as ngram:3, draft:NAME:3, eagle3:DIRECTORY:3 or mtp:3; each plan "
+            "takes as many as pay."
         ),
     ] = None
     acceptance: Annotated[
@@ -87,14 +88,15 @@ def plan(
 
     with user_errors():
         trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation)
-        drafts = drafts_option(work.speculation, work.acceptance)
+        source = shape.source(files=False)
+        drafts = drafts_option(work.speculation, work.acceptance, source)
         offers = trace.offers() if trace.trace else None
         if offers is None:
             workload = Workload(work.input_len, work.output_len, work.concurrency)
         else:
             workload = mean_workload(offers, work.concurrency)
         result = rank(
-            shape.source(files=False),
+            source,
             target,
             workload,
             slo=work.slo,

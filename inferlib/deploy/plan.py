@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from inferlib.aot.verify import Check, by_compiler, candidates, deployment, programs, verify
+from inferlib.checkpoint.eagle3 import Eagle3Files
+from inferlib.checkpoint.mtp import check_mtp
 from inferlib.config import ConfigurationError, brief, check_kv_cache_dtype, checked_path, speculation_option
 from inferlib.deploy import plan_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.inspection.outcome import Outcome
+from inferlib.models.families import family_of
 from inferlib.planning import planner
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import Option, PlanError, Ranking, Slo, Workload
@@ -76,20 +79,22 @@ def plan(
     formats = planner.formats(source.shipped, quantization)
     if drafts is not None:
         drafts.check(source.config)
+        if drafts.speculation.method == "mtp":
+            check_mtp(family_of(dict(source.hf)))
     ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts)
     return PlanResult(source, ranking, drafts)
 
 
-def drafts_option(speculation: str | None, acceptance: float | None) -> Drafts | None:
-    """Of two options, of which speculation is text such as "ngram:3" or "draft:NAME:3". Raises CheckpointError,
-    ConfigError or ConfigurationError."""
-    chosen = speculation_option(speculation)
-    if chosen is not None and chosen.method in ("eagle3", "mtp"):
-        raise ConfigurationError(
-            "the cost model knows no EAGLE-3 heads and no MTP layers: plan with speculation by ngram or draft"
-        )
-    model = None if chosen is None or chosen.model is None else model_source(chosen.model, files=False).config
-    return Drafts.of(chosen, acceptance, model)
+def drafts_option(speculation: str | None, acceptance: float | None, target: ModelSource) -> Drafts | None:
+    """Of two options, of which speculation is text such as "ngram:3" or "draft:NAME:3". target: the model that is
+    planned. Raises CheckpointError, ConfigError or ConfigurationError."""
+    chosen, model, head = speculation_option(speculation), None, None
+    if chosen is not None and chosen.model is not None:
+        if chosen.method == "eagle3":
+            head = Eagle3Files.open(chosen.model, target.config).config
+        else:
+            model = model_source(chosen.model, files=False).config
+    return Drafts.of(chosen, acceptance, model, head)
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferlib.config import ConfigurationError, brief, check_draft
+from inferlib.config import ConfigurationError, brief, check_draft, check_drafted
 from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import Eagle3Config
 from inferlib.speculation.settings import Speculation
 
 
@@ -14,15 +15,18 @@ class Drafts:
     """Drafts that decode steps may verify.
 
     speculation: its `counts` are what a step may draft. acceptance: the share of drafts that stand, of those whose
-    predecessors do. model: what drafts, if a model does: it runs on the same mesh, in the number formats of the model
-    that it drafts for, one step for each draft. Other drafts take no time.
+    predecessors do. model: what drafts, if a model does; head: an EAGLE-3 head. These, and a model's own layer for
+    further tokens, run on the same mesh, in the number formats of the model that they draft for, one step for each
+    draft. Other drafts take no time.
 
-    Raises ConfigurationError for an acceptance that is no share, and for a model that is missing or does not draft.
+    Raises ConfigurationError for an acceptance that is no share, and for a model or head that is missing or does not
+    draft.
     """
 
     speculation: Speculation
     acceptance: float
     model: ModelConfig | None = None
+    head: Eagle3Config | None = None
 
     def __post_init__(self):
         if not isinstance(self.acceptance, int | float) or not 0 <= self.acceptance <= 1:
@@ -30,21 +34,28 @@ class Drafts:
                 f"acceptance is a share of drafts from 0 to 1, such as 0.7, got {brief(self.acceptance)}"
             )
 
-        if (self.model is not None) != self.speculation.by_model:
-            need = "need a" if self.speculation.by_model else "have no"
-            raise ConfigurationError(
-                f"drafts of {self.speculation} {need} model: give one with Speculation('draft', model=NAME), and none "
-                "with others"
-            )
+        for name, what, method in (("model", self.model, "draft"), ("head", self.head, "eagle3")):
+            if (what is not None) != (self.speculation.method == method):
+                need = f"have no {name}" if what is not None else f"need a {name}"
+                raise ConfigurationError(
+                    f"drafts of {self.speculation} {need}: give a {name} with Speculation({method!r}), and none with "
+                    "others"
+                )
 
     def check(self, target: ModelConfig) -> None:
-        """Raise ConfigurationError if the model cannot draft for a target."""
+        """Raise ConfigurationError if the model cannot draft for a target, or nothing can."""
+        check_drafted(target)
         if self.model is not None:
             check_draft(self.model, target)
 
     @staticmethod
-    def of(chosen: Speculation | None, acceptance: float | None, model: ModelConfig | None = None) -> Drafts | None:
-        """Of two options, and the model that drafts, if one does. Raises ConfigurationError."""
+    def of(
+        chosen: Speculation | None,
+        acceptance: float | None,
+        model: ModelConfig | None = None,
+        head: Eagle3Config | None = None,
+    ) -> Drafts | None:
+        """Of two options, and the model or head that drafts, if one does. Raises ConfigurationError."""
         if chosen is None:
             if acceptance is not None:
                 raise ConfigurationError("acceptance is about drafts: give speculation too, such as ngram:3")
@@ -53,7 +64,7 @@ class Drafts:
             raise ConfigurationError(
                 f"a plan with {chosen} needs acceptance, the share of drafts that stand: such as 0.7"
             )
-        return Drafts(chosen, acceptance, model)
+        return Drafts(chosen, acceptance, model, head)
 
     def tokens(self, count: int) -> float:
         """Tokens that a row gets of a step with so many drafts, on average (Leviathan et al. 2023, equation 1)."""

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from inferlib import LLM, Buckets, Speculation, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
-from inferlib.deploy.plan import drafts_option
 from inferlib.outputs import RequestOutput
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
@@ -134,8 +133,6 @@ def test_what_is_refused(path, head, checkpoint, tmp_path):
             build_llm(path, BUCKETS, speculation=f"eagle3:{folder}:3")
     with pytest.raises(ConfigurationError, match="draft 7, or take larger buckets"):
         build_llm(path, BUCKETS, speculation=f"eagle3:{head}:8")
-    with pytest.raises(ConfigurationError, match="the cost model knows no EAGLE-3 heads"):
-        drafts_option(f"eagle3:{head}:3", 0.5)
     facts = explain(path, speculation=f"eagle3:{head}:3").facts()
     sizes = [x["cache_bytes"]["float32"]["per_token"] for x in (facts["draft"], facts)]
     assert 3 * sizes[0] == sizes[1]

@@ -11,7 +11,6 @@ import torch
 
 from inferlib import LLM, Buckets, Speculation, convert, explain
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.deploy.plan import drafts_option
 from inferlib.models.config import ConfigError
 from inferlib.outputs import RequestOutput
 from tests.helpers.engines import assert_accounted
@@ -108,8 +107,6 @@ def test_what_is_refused(path, checkpoint, tmp_path):
         build_llm(tmp_path / "converted", BUCKETS, speculation="mtp:3")
     with pytest.raises(ValueError, match="speculation by 'mtp' takes no model: leave 'NAME' out"):
         Speculation.read("mtp:NAME:3")
-    with pytest.raises(ValueError, match="knows no EAGLE-3 heads and no MTP layers"):
-        drafts_option("mtp:3", 0.7)
 
 
 def test_its_weights_are_counted(path):

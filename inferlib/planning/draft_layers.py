@@ -1,0 +1,71 @@
+"""What a layer that drafts takes, as a model of one layer: an EAGLE-3 head, or a model's own for further tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import Eagle3Config, abstract_head
+from inferlib.models.mtp import abstract_mtp
+from inferlib.planning.collectives import Collective
+from inferlib.planning.costs import Deployed, Matrix, Memory
+from inferlib.planning.drafts import Drafts
+from inferlib.programs.program import ProgramKey
+
+
+@dataclass(frozen=True)
+class DeployedLayer(Deployed):
+    """A layer on the mesh of the model that it drafts for.
+
+    config: of the layer alone. target_config: of that model. head: of EAGLE-3; None: the layer is the model's own, and
+    uses its head.
+    """
+
+    target_config: ModelConfig | None = None
+    head: Eagle3Config | None = None
+
+    @staticmethod
+    def of(target: Deployed, head: Eagle3Config | None) -> DeployedLayer:
+        """The layer on a target's mesh. Heads are not quantised."""
+        config = target.config
+        one = replace(config, layers=config.layers[-1:]) if head is None else head.model
+        quantization = target.quantization if head is None else None
+        formats = quantization, target.kv_cache_dtype
+        return DeployedLayer(one, target.target, target.parallel, *formats, target_config=config, head=head)
+
+    @cached_property
+    def model(self) -> AbstractModel:
+        if self.head is not None:
+            return abstract_head(self.head, "bfloat16", shards=self.shards).model
+        assert self.target_config is not None
+        return abstract_mtp(self.target_config, "bfloat16", quantization=self.quantization, shards=self.shards).model
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """With the head that it takes of its target."""
+        return super().matrices + self._borrowed
+
+    @cached_property
+    def _borrowed(self) -> tuple[Matrix, ...]:
+        if self.head is not None:
+            return ()
+        whole = Deployed(self.config, self.target, self.parallel, self.quantization).matrices
+        return tuple(matrix for matrix in whole if matrix.use == "sampled")
+
+    def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
+        """Without what is the target's."""
+        whole = super().memory(batch, max_len, chunk)
+        return replace(whole, weights=whole.weights - sum(matrix.nbytes for matrix in self._borrowed))
+
+    def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
+        """Those of a model of this layer: its embedding, branches and head."""
+        return Deployed(self.config, self.target, self.parallel, self.quantization)._collectives(key)
+
+
+def drafting_of(drafts: Drafts, target: Deployed) -> Deployed | None:
+    """What drafts on a target's mesh; None if no model or layer does."""
+    if drafts.model is not None:
+        return replace(target, config=drafts.model)
+    return DeployedLayer.of(target, drafts.head) if drafts.speculation.by_model else None
