@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inferlib.deploy.explain import ModelExplanation, explain
     from inferlib.deploy.plan import PlanResult, Slo, Workload, plan
     from inferlib.evaluation.evaluate import Evaluation, evaluate
+    from inferlib.exporting import export
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import (
         BeamSearchOutput,
@@ -63,6 +64,7 @@ _MODULES = {
     "convert": "inferlib.conversion",
     "evaluate": "inferlib.evaluation.evaluate",
     "explain": "inferlib.deploy.explain",
+    "export": "inferlib.exporting",
     "plan": "inferlib.deploy.plan",
 }
 
@@ -98,6 +100,7 @@ __all__ = [
     "convert",
     "evaluate",
     "explain",
+    "export",
     "plan",
 ]
 

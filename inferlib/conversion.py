@@ -67,7 +67,7 @@ def convert(
     stored = stored_model(files.config, dtype, scheme)
     items = plan_load(files.source, family_of(files.hf), stored)
     progress_bar = ByteProgress("converting", stored.nbytes, show=show)
-    with quiet(), _whole(out, stored.nbytes) as directory, progress_bar as bar:
+    with quiet(), output_directory(out, stored.nbytes) as directory, progress_bar as bar:
         weights = (
             (
                 item.weight,
@@ -84,13 +84,13 @@ def convert(
 
 
 @contextmanager
-def _whole(out: Path, nbytes: int) -> Iterator[Path]:
+def output_directory(out: Path, nbytes: int) -> Iterator[Path]:
     """A directory beside `out` to write to: it becomes `out` at the end, or disappears if that is not reached."""
     partial, first = out.with_name(out.name + ".partial"), jax.process_index() == 0
     with ExitStack() as stack:
         if first:
             if not stack.enter_context(locked(out)):
-                raise FileExistsError(f"another conversion is writing {out}: wait for it, or give another directory")
+                raise FileExistsError(f"another process is writing {out}: wait for it, or give another directory")
             if out.exists():
                 raise FileExistsError(f"{out} exists; remove it or give another directory")
             _make_room(partial, nbytes)
@@ -112,7 +112,8 @@ def _make_room(partial: Path, nbytes: int) -> None:
     """Make the directory to write to, in place of what a conversion that was killed has left there."""
     if partial.exists():
         strange = [] if partial.is_dir() else [partial.name]
-        strange = strange or sorted({path.name for path in partial.iterdir()} - WRITTEN)
+        names = {path.name for path in partial.iterdir() if not path.name.startswith("model")}  # an export's files
+        strange = strange or sorted(names - WRITTEN)
         if strange:
             raise FileExistsError(f"{partial} exists and holds other things than a conversion ({strange[0]}): move it")
         log.warning("%s is removed: a conversion that wrote it was killed", partial)

@@ -47,7 +47,7 @@ LEVELS = (
         *("programs.compilation_cache", "programs.counter", "programs.start_functions"),
     ),
     ("cache", "checkpoint", "hub", "placement", "texts", "tokenizer"),
-    ("conversion", "draft_files", "model_files", "programs"),
+    ("conversion", "draft_files", "exporting", "model_files", "programs"),
     ("engine", "planning"),
     ("inspection",),
     ("aot",),

@@ -39,8 +39,9 @@ def calibrate(
 
     model, revision: as for `LLM`; an unquantised checkpoint with a tokenizer. data: text of the kind that the model
     will see, see `TextSample`. method: "nearest", "clip" (searched scales), "gptq", "awq", "smoothquant" (for
-    schemes that round inputs by token) or "hadamard", and several with + between, such as "awq+gptq". scheme: of the
-    matrices, as `LLM`'s `quantization`. dtype: "float32", "bfloat16" or "float16" of other weights.
+    schemes that round inputs by token), "hadamard", "hadamard:merged" (no rotation while the model runs) or
+    "lowrank:16" (a branch of rank 16), and several with + between, such as "awq+gptq". scheme: of the matrices, as
+    `LLM`'s `quantization`. dtype: "float32", "bfloat16" or "float16" of other weights.
 
     Layer by layer, the inputs of products are recorded with all layers before quantised. The memory taken is a layer's,
     and the residual of the text on the host. If it is interrupted, the same call goes on where it stopped, and its

@@ -65,7 +65,8 @@ class Job:
         if recipe.rotate:
             outside = {weight.part.removesuffix(".bias") for weight in original.weights if weight.block is None}
             check_rotates([layer_parts(original, i) for i in range(len(config.layers))], outside)
-            quantization = replace(quantization, rotation=online_rotation(original.weights))
+            rotation = online_rotation(original.weights) if recipe.online else 0
+            quantization = replace(quantization, rotation=rotation)
             if config.tied:  # the head stays as it was, and is not the embedding
                 hf = _untied(hf)
                 quantization = replace(quantization, unquantized=("head",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from inferlib.config import ConfigurationError, brief
 from inferlib.models.quantization import Quantization
@@ -16,21 +16,23 @@ _ROUNDINGS = ("nearest", "clip", "gptq")
 class Recipe:
     """The steps of a method, in their order.
 
-    rotate: Hadamard rotations of the residual stream and of values. smooth: factors that move between activations and
-    weights. rounding: how each matrix is rounded. rank: of the branch beside each matrix; 0: there is none.
+    rotate: Hadamard rotations of the residual stream and of values; online: and of inputs while the model runs.
+    smooth: factors that move between activations and weights. rounding: how each matrix is rounded. rank: of the branch
+    beside each matrix; 0: there is none.
     """
 
     rotate: bool
     smooth: Literal["awq", "smoothquant"] | None
     rounding: Literal["nearest", "clip", "gptq"]
     rank: int = 0
+    online: bool = True
 
     @staticmethod
     def read(method: str, quantization: Quantization) -> Recipe:
         """The recipe of a method's name for a quantization. Raises ConfigurationError for a name that there is not, and
         for methods that mean nothing together or for the quantization."""
         parts = method.split("+") if isinstance(method, str) else []
-        parts, rank = _without_rank(parts)
+        parts, options = _parted(parts)
         if unknown := [part for part in parts if part not in METHODS] or (not parts and [method]):
             raise ConfigurationError(
                 f"no method is called {brief(unknown[0])}; methods are {', '.join(METHODS)}, and several of them with "
@@ -56,18 +58,25 @@ class Recipe:
                 f"awq makes inputs harder to round, and {quantization} rounds them: take smoothquant, gptq or clip"
             )
         default = "clip" if smooth == "awq" else "nearest"
-        return Recipe(rotate, smooth, next(iter(roundings), default), rank)  # pyright: ignore[reportArgumentType]
+        return Recipe(rotate, smooth, next(iter(roundings), default), **options)  # pyright: ignore[reportArgumentType]
 
 
-def _without_rank(parts: list[str]) -> tuple[list[str], int]:
-    """The names of a method's parts, and the rank that one of them has: of lowrank:16 16, without such a part 0."""
-    names, rank = [part.partition(":")[0] for part in parts], 0
-    for part, name in zip(parts, names, strict=True):
-        value = part.partition(":")[2]
-        if name == "lowrank":
+def _parted(parts: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The names of a method's parts, and the fields of a recipe by what follows their colons: a rank of lowrank:16, and
+    no rotations while the model runs of hadamard:merged."""
+    names, options = [], {}
+    for part in parts:
+        name, colon, value = part.partition(":")
+        if name not in METHODS:
+            name = part
+        elif name == "lowrank":
             if not (value.isascii() and value.isdigit() and int(value) > 0):
                 raise ConfigurationError(f"{brief(part)} has no rank: give one after a colon, such as lowrank:16")
-            rank = int(value)
-        elif ":" in part and name in METHODS:
-            raise ConfigurationError(f"{name} takes no number: write {name} instead of {brief(part)}")
-    return [part if name not in METHODS else name for part, name in zip(parts, names, strict=True)], rank
+            options["rank"] = int(value)
+        elif name == "hadamard" and value == "merged":
+            options["online"] = False
+        elif colon:
+            known = "hadamard or hadamard:merged" if name == "hadamard" else name
+            raise ConfigurationError(f"{brief(part)} is no part of a method: write {known}")
+        names.append(name)
+    return names, options

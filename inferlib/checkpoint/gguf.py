@@ -175,6 +175,7 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
             raise CheckpointError(f"{self.path}: a head of {head_dim} numbers ({width} for {heads} heads)")
         config = {
             "architectures": [self._architecture.hf],
+            "model_type": {"gemma3": "gemma3_text"}.get(self._prefix, self._prefix),
             "vocab_size": self.shape("model.embed_tokens.weight")[0],
             "hidden_size": width,
             "intermediate_size": self._need_int("feed_forward_length"),

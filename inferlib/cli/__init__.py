@@ -1,5 +1,5 @@
 """The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `quantize`,
-`eval`, `distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
+`export`, `eval`, `distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -19,6 +19,7 @@ from inferlib.cli.distill import distill
 from inferlib.cli.doctor import doctor
 from inferlib.cli.embed import embed
 from inferlib.cli.eval import evaluate
+from inferlib.cli.export import export
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.place import place
@@ -72,6 +73,7 @@ app.command()(bench)
 app.command()(info)
 app.command()(convert)
 app.command()(quantize)
+app.command()(export)
 app.command("eval")(evaluate)
 app.command()(distill)
 app.command()(plan)

@@ -23,7 +23,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="nearest, clip, gptq, awq, smoothquant or hadamard; several with + between, such as awq+gptq."
+            help="nearest, clip, gptq, awq, smoothquant, hadamard, hadamard:merged or lowrank:16; several with + "
+            "between, such as awq+gptq."
         ),
     ] = "awq+gptq",
     scheme: Annotated[str, typer.Option(help="Format of the matrices, as --quantization of other commands.")] = "int4",

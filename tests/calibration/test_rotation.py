@@ -143,3 +143,4 @@ def test_the_inputs_of_dense_feed_forwards_are_rotated_in_runs_that_divide_all(t
         schemes = {weight.part: weight.scheme for weight in job.target.weights if weight.scheme}
         assert {part for part, scheme in schemes.items() if scheme.rotation} <= {"mlp.down"}
     assert rotations == {"dense": 128, "small": 16, "odd": 0, "experts": 0}
+    assert job_of(tmp_path / "dense", "hadamard:merged+gptq", "int8").quantization.rotation == 0

@@ -420,7 +420,7 @@ def test_one_conversion_writes_at_a_time(checkpoint, tmp_path):
     (tmp_path / "out.partial").mkdir()
     with locked(tmp_path / "out") as ours, locked(tmp_path / "out") as theirs:
         assert (ours, theirs) == (True, False)
-        with pytest.raises(FileExistsError, match="another conversion is writing"):
+        with pytest.raises(FileExistsError, match="another process is writing"):
             convert(checkpoint("biased"), tmp_path / "out", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 

@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from inferlib.cli import app
+from inferlib.conversion import convert
 from tests.helpers.cli_model import make_model
 
 SEED = 5
@@ -65,6 +66,8 @@ def paths(folder) -> tuple[str, ...]:
 def good(folder) -> dict[str, dict[str, Any]]:
     """Arguments and options with which a command begins its work."""
     model, load = str(make_model(folder / "model", layers=1)), folder / "load.json"
+    quantized = str(folder / "int8")
+    convert(model, quantized, quantization="int8", progress=False)
     load.write_text('{"expert_load": [[3, 1, 2, 2]]}')
     source = folder / "in.jsonl"
     source.write_text('{"prompt": "a"}\n')
@@ -86,6 +89,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "tokens": "64",
             "window": "64",
         },
+        "export": {"model": quantized, "out": str(folder / "exported")},
         "eval": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "distill": {
             "method": "eagle3",
