@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from inferlib.checkpoint.load import described_quantization
@@ -43,18 +44,19 @@ def measured() -> Iterator[str]:
 
 
 def compiled() -> Iterator[str]:
-    """Milliseconds of a step of the plans in configs/plans, planned / compiled."""
+    """Milliseconds of a step of the plans in configs/plans, planned / compiled, both with scanned layers."""
     yield "| plan | decode, rows of a replica | decode of one row | prefill of 512 tokens |"
     yield "|---|---|---|---|"
     for name, of in measurements("tpu-compiled")["plans"].items():
         plan = load_plan(name)
         deployed, limit = plan.deployed, plan.cache[-1]
         cells = [
-            f"{rows}: {_pair(deployed, deployed.decode(rows, limit), ms, share=True)}"
+            f"{rows}: {_pair(deployed, replace(deployed.decode(rows, limit), fetches_ahead=False), ms, share=True)}"
             for rows, ms in sorted(of["decode"].items(), reverse=True)
         ]
-        (chunk, ms), *_ = of["prefill"].items()
-        cells.append(_pair(deployed, deployed.prefill(chunk, limit - chunk), ms, share=True))
+        for chunk, ms in of["prefill"].items():
+            cells.append(_pair(deployed, deployed.prefill(chunk, limit - chunk), ms, share=True))
+        cells += [""] * (3 - len(cells))
         yield f"| {name} | {' | '.join(cells)} |"
 
 

@@ -27,7 +27,7 @@ from inferlib.inspection.overlap import overlaps
 from inferlib.inspection.prices import Prices
 from inferlib.inspection.schedule import play
 from inferlib.model_files import ModelFiles
-from inferlib.planning.network import ATTAINED, place
+from inferlib.planning.network import place
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.programs.page_transfer import PageTransfer
 from inferlib.programs.program import ProgramKey
@@ -124,9 +124,9 @@ def _played(module: Module, programs: ProgramSet, key: ProgramKey, target: Targe
     """What a step takes (see `Played.facts`)."""
     shards = programs.config.shards
     mesh = dict(shards.mesh.shape) if shards.mesh else {}
-    collectives = CollectivePrices(module, place(target, tuple(mesh.items())), mesh, ATTAINED)
     prices = Prices(module, listings, key, target)
-    return play(module, prices.price, collectives.seconds, target.hbm_bandwidth).facts()
+    collectives = CollectivePrices(module, place(target, tuple(mesh.items())), mesh, prices.sent)
+    return play(module, prices.price, collectives.price, target.hbm_bandwidth).facts()
 
 
 def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:

@@ -1,31 +1,51 @@
-"""How long each collective of a compiled module takes, by the cost model of `inferlib.planning.network`."""
+"""How long each collective of a compiled module takes, by the cost model of `inferlib.planning.network`.
+
+An all-reduce takes the algorithm that the compiler chose, as its text and the bytes that its listing sends say.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from inferlib.inspection.hlo import Computation, Instruction, Module
+from inferlib.inspection.prices import Price
+from inferlib.planning.all_reduce import Algorithm
 from inferlib.planning.collectives import Collective
-from inferlib.planning.network import Efficiency, Network
+from inferlib.planning.network import ATTAINED, Network
+
+Sent = Callable[[Computation, Instruction], int | None]
 
 
 class CollectivePrices:
-    """Seconds of the collectives of a module on a mesh. mesh: size of each axis, in the order of device numbers."""
+    """Prices of the collectives of a module on a mesh. mesh: size of each axis, in the order of device numbers. sent:
+    bytes that a device sends by the listing of a collective, None if there is none."""
 
-    def __init__(self, module: Module, network: Network, mesh: Mapping[str, int], efficiency: Efficiency):
-        self._module, self._network, self._mesh, self._efficiency = module, network, mesh, efficiency
+    def __init__(self, module: Module, network: Network, mesh: Mapping[str, int], sent: Sent):
+        self._module, self._network, self._mesh, self._sent = module, network, mesh, sent
 
-    def seconds(self, computation: Computation, i: Instruction) -> float:
-        axis = "+".join(axes_of(i, self._mesh))
-        if not axis or not i.collective:
-            return 0.0
-        kind: str = "collective-permute" if i.collective == "collective-broadcast" else i.collective
-        nbytes = self._module.collective_bytes(computation, i)
-        return self._network.seconds(Collective(kind, "", axis, nbytes), self._efficiency)  # type: ignore[arg-type]
+    def price(self, computation: Computation, i: Instruction) -> Price:
+        kind: Any = i.collective
+        axis, nbytes = "+".join(axes_of(i, self._mesh)), self._module.collective_bytes(computation, i)
+        if not axis:  # of one device
+            return Price(kind, "model", 0.0, 0.0)
+        algorithm = self._algorithm(computation, i, axis, nbytes) if kind == "all-reduce" else None
+        moved = Collective("collective-permute" if kind == "collective-broadcast" else kind, "", axis, nbytes)
+        seconds = self._network.seconds(moved, ATTAINED, algorithm)
+        return Price(f"{kind}, {algorithm}" if algorithm else kind, "model", seconds, 0.0)
+
+    def _algorithm(self, computation: Computation, i: Instruction, axis: str, nbytes: int) -> Algorithm:
+        """The algorithm that the program has; the model's choice if the program does not say."""
+        if '"strategy":"UniDirection' in i.rest:
+            return "one way"
+        sent = self._sent(computation, i)
+        if not sent or '"strategy"' not in i.rest:  # a few numbers, without a strategy, are exchanged
+            return self._network.algorithm(axis, nbytes)
+        return self._network.sends(axis, sent / nbytes)
 
 
 def axes_of(i: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Listing, listing_files
+from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Execution, Listing, listing_files
 from inferlib.inspection.hlo import Computation, Instruction, Module, Shape
 from inferlib.inspection.kernel_scalars import KERNELS, scalars_of
 from inferlib.planning.rates import RATIOS
 from inferlib.programs.program import ProgramKey
 from inferlib.targets import Target
 
-How = Literal["listing", "estimate", "bytes"]
+How = Literal["listing", "estimate", "bytes", "model"]
 SMALL = 1024  # elements: XLA writes such operations into the program itself, a few bundles each
 MOST_CYCLES = 20_000_000  # of one execution
 
@@ -31,9 +31,9 @@ MOST_CYCLES = 20_000_000  # of one execution
 class Price:
     """The price of one run of an operation.
 
-    name: of the operation, without its number. how: "listing"; "estimate", the compiler's; or "bytes", bytes or
-    operations at the published rates, of kernels times the ratio of their listings. seconds: with waits for its own
-    copies. nbytes: to and from HBM.
+    name: of the operation, without its number. how: "listing"; "estimate", the compiler's; "bytes", bytes or operations
+    at the published rates, of kernels times the ratio of their listings; or, of collectives, the cost "model". seconds:
+    with waits for its own copies. nbytes: to and from HBM.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Prices:
                 if i.name in self._files:
                     self._alike.setdefault(_signature(module, computation, i), i.name)
         self._prices: dict[str, Price | None] = {}
+        self._runs: dict[tuple[str, str], Execution | None] = {}
 
     def price(self, computation: Computation, i: Instruction) -> Price | None:
         """The price of an instruction that is no control flow, copy in the background or collective; None if it takes
@@ -81,9 +82,9 @@ class Prices:
 
     def _price(self, computation: Computation, i: Instruction) -> Price | None:
         name, moved = re.sub(r"[.\d]+$", "", i.name), float(self._module.moved(computation, i))
-        if (run := self._run(computation, i, name)) is not None:
-            seconds, nbytes = run
-            return Price(name, "listing", seconds, nbytes)
+        if (run := self._run(computation, i, name)) is not None and not (run.unmet or run.unknown):
+            cycles = max(run.elapsed, run.hbm_bytes / self._rates.bandwidth)
+            return Price(name, "listing", cycles / self._rates.clock, run.hbm_bytes)
         if declared := self._module.declared(computation, i):
             nbytes, flops, sent = declared
             floor = max(nbytes / self._target.hbm_bandwidth, flops / self._target.rate("bfloat16"))
@@ -95,16 +96,26 @@ class Prices:
             return None
         return Price(name, "bytes", moved / self._target.hbm_bandwidth, moved)
 
-    def _run(self, computation: Computation, i: Instruction, name: str) -> tuple[float, int] | None:
-        """Seconds and bytes by the listing; None if there is none, or it is not understood."""
+    def sent(self, computation: Computation, i: Instruction) -> int | None:
+        """Bytes that a device sends by the listing of a collective; None if there is none."""
+        run = self._run(computation, i, "")
+        return run.sent if run else None
+
+    def _run(self, computation: Computation, i: Instruction, name: str) -> Execution | None:
+        """The execution of the listing; None if there is none, or it is not understood."""
         listing = self._alike.get(_signature(self._module, computation, i)) if self._files else None
         if listing is None:
             return None
+        if (listing, name) not in self._runs:
+            self._runs[listing, name] = self._execute(self._files[listing], computation, i, name)
+        return self._runs[listing, name]
+
+    def _execute(self, file: Path, computation: Computation, i: Instruction, name: str) -> Execution | None:
         operands = [shape for o in i.operands for shape in computation.instructions[o].shapes[:1]]
         rates = self._rates
         try:
             scalars = scalars_of(name, i, operands, self._key) if name in KERNELS else {}
-            run = Listing(self._files[listing].read_text(), rates.delay).run(
+            return Listing(file.read_text(), rates.delay).run(
                 scalars,
                 bandwidth=rates.bandwidth,
                 latency=rates.latency,
@@ -114,9 +125,6 @@ class Prices:
             )
         except (LookupError, ValueError, TypeError, RuntimeError):
             return None
-        if run.unmet or run.unknown:
-            return None
-        return max(run.elapsed, run.hbm_bytes / rates.bandwidth) / rates.clock, run.hbm_bytes
 
 
 def _signature(module: Module, computation: Computation, i: Instruction) -> str:

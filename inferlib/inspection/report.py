@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, get_args
+from typing import Any
+
+import numpy as np
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import ConfigurationError
 from inferlib.inspection.outcome import Outcome
-from inferlib.inspection.prices import How
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.recurrent import Recurrent
@@ -77,25 +78,30 @@ class StepEstimate:
     """Seconds of a step by the schedule of its compiled program (see `inspection.schedule.Played`).
 
     operations: by how they are priced (see `inspection.prices.Price`): by their "listing", by the compiler's
-    "estimate", or by "bytes". waits: for copies in the background. collectives: of all of them, by the model of
-    `planning.network`; exposed: those of them during which no operation runs. prices: of each kind of operation, as
-    `Played.facts` has them.
+    "estimate", or by "bytes". waits: for copies in the background. exposed: of collectives during which no operation
+    runs. prices, collectives: of each kind of operation and collective, as `Played.facts` has them.
     """
 
     operations: Mapping[str, float]
     waits: float
-    collectives: float
     exposed: float
     prices: Sequence[Mapping[str, Any]]
+    collectives: Sequence[Mapping[str, Any]]
 
     @staticmethod
     def of(facts: Mapping[str, Any] | None) -> StepEstimate | None:
         if facts is None:
             return None
-        operations = dict.fromkeys(get_args(How), 0.0)
+        operations: dict[str, float] = {"listing": 0.0, "estimate": 0.0, "bytes": 0.0}
         for price in facts["prices"]:
             operations[price["how"]] += price["count"] * price["seconds"]
-        return StepEstimate(operations, facts["waits"], facts["collectives"], facts["exposed"], facts["prices"])
+        waits, exposed = facts["waits"], facts["exposed"]
+        return StepEstimate(operations, waits, exposed, facts["prices"], facts["collectives"])
+
+    @property
+    def network(self) -> float:
+        """Seconds of all collectives, hidden or not."""
+        return sum(c["count"] * c["seconds"] for c in self.collectives)
 
     @property
     def computing(self) -> float:
@@ -353,8 +359,8 @@ def _passes(programs: ProgramSet, key: ProgramKey) -> Iterator[tuple[AbstractMod
 
 
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
-    """Bytes that a step must read on one device: its weights once, and the cache of its rows once. Experts count as far
-    as they are chosen if all are equally likely."""
+    """Bytes that a step must read on one device: its weights once, and what its tokens see of the cache of its rows
+    once. Experts count as far as they are chosen if all are equally likely."""
     shards = programs.config.shards
     return sum(times * _bytes_of(model, plan, shards, seen) for model, plan, seen, times in _passes(programs, key))
 
@@ -367,21 +373,29 @@ def _bytes_of(model: AbstractModel, plan: CachePlan, shards: Shards, key: Progra
         for spec in weight.arrays:
             size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
             total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
-    return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
+    pairs = zip(plan.blocks, model.blocks(), strict=True)
+    reaches = ((block, model.config.layers[layers[0]].attention.reach) for block, layers in pairs)
+    return total + sum(_cache_read(block, reach, shards, key) for block, reach in reaches)
 
 
-def _cache_read(plan: CachePlan, block: BlockCache | BlockState, shards: Shards, key: ProgramKey) -> int:
+def _cache_read(block: BlockCache | BlockState, reach: int | None, shards: Shards, key: ProgramKey) -> int:
+    """Bytes of a block's cache that the tokens of each row and chunk see together. reach: the window of one token."""
     if isinstance(block, BlockState):
         lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
         return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
-    shares = shards.size(axes.POSITIONS)
-    slots = plan.slots(block) // shares if block.ring else min(plan.slots(block) // shares, -(-key.limit // shares))
+
+    def seen(tokens: int) -> int:
+        positions = key.limit if reach is None else min(key.limit, reach + tokens - 1)
+        return -(-positions // shards.size(axes.POSITIONS))
+
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
-    return (key.rows + key.chunks) * layers * slots * sum(array.position_bytes(shards) for array in block.arrays)
+    positions = key.rows * seen(1 + key.drafts) + key.chunks * seen(key.chunk)
+    return positions * layers * sum(array.position_bytes(shards) for array in block.arrays)
 
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
-    """FLOPs of the matrix products of a step on one device, with attention over all of `key.limit` (or the window)."""
+    """FLOPs of the matrix products of a step on one device. Rows are full, and a chunk is the last of a full row: its
+    tokens see what precedes them, or their window of it."""
     shards = programs.config.shards
     return sum(times * _flops_of(model, shards, seen) for model, _, seen, times in _passes(programs, key))
 
@@ -398,12 +412,20 @@ def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey) -> int:
         if isinstance(spec, Recurrent):
             attention += 2 * tokens * heads.groups * heads.queries * spec.token_products
             continue
-        seen = min(key.limit, spec.reach or key.limit)
-        attention += 2 * tokens * seen * heads.groups * heads.queries * spec.pair_width(decode=not key.chunks)
-        if isinstance(spec, MlaSpec) and key.chunks:
-            attention += 2 * key.chunks * seen * heads.groups * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+        every, chunked = heads.groups * heads.queries, key.chunks * key.chunk // shards.size(axes.TOKENS)
+        attention += 2 * key.decoded * min(key.limit, spec.reach or key.limit) * every * spec.pair_width(decode=True)
+        attention += 2 * chunked * _mean_seen(key, spec.reach) * every * spec.pair_width(decode=False)
+        if isinstance(spec, MlaSpec) and key.chunks:  # those of the chunk itself are expanded with the weights
+            expanded = key.chunks * max(key.limit - key.chunk, 0)
+            attention += 2 * expanded * heads.groups * spec.kv_rank * (spec.nope_dim + spec.value_dim)
     attention //= shards.size(axes.KV_HEADS) * shards.size(axes.POSITIONS)
     return 2 * tokens * inside + 2 * ends * head + attention
+
+
+def _mean_seen(key: ProgramKey, reach: int | None) -> int:
+    """Positions that a token of a chunk sees, itself included, on average."""
+    last = np.arange(key.limit - key.chunk, key.limit) + 1
+    return round(np.minimum(last, reach or key.limit).clip(1).mean()) if key.chunk else 0
 
 
 def _need(deployment: Deployment) -> int:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from inferlib.inspection.report import Latency, ProgramReport, Report, gib
+from inferlib.inspection.report import Latency, ProgramReport, Report, StepEstimate, gib
 from inferlib.tables import Part
 
 _HIDES = 1 << 20  # bytes of weights whose fetch hides a part of a collective that is worth a word
@@ -91,10 +91,20 @@ def _priced(report: Report) -> list[str]:
             continue
         parts = [f"{_ms(s)} {texts[how]}" + _named(p, how) for how, s in p.step.operations.items() if s]
         parts += [f"{_ms(p.step.waits)} are waits for copies"] if p.step.waits else []
-        hidden = p.step.collectives - p.step.exposed
-        network = f"; collectives {_ms(p.step.collectives)}, of which {_ms(hidden)} are hidden"
-        lines.append(f"Operations of {p.key}: " + ", ".join(parts) + (network if p.step.collectives else ""))
+        lines.append(f"Operations of {p.key}: " + ", ".join(parts) + _network(p.step))
     return lines
+
+
+def _network(step: StepEstimate) -> str:
+    """The collectives, which the cost model prices: their time, what operations hide, and their algorithms."""
+    counts: Counter[str] = Counter()
+    for c in step.collectives:
+        counts[c["name"]] += c["count"]
+    if not counts:
+        return ""
+    kinds = "; ".join(f"{count} {name}" for name, count in counts.items())
+    hidden = step.network - step.exposed
+    return f". Collectives by the cost model: {_ms(step.network)}, {_ms(hidden)} of it behind operations ({kinds})"
 
 
 def _named(p: ProgramReport, how: str) -> str:

@@ -18,43 +18,43 @@ from inferlib.inspection.hlo import Computation, Instruction, Module
 from inferlib.inspection.prices import Price
 
 Pricing = Callable[[Computation, Instruction], Price | None]
-Waiting = Callable[[Computation, Instruction], float]
+Waiting = Callable[[Computation, Instruction], Price]
 _CALLS = ("call", "async-start", "call-start")
 
 
 @dataclass
 class Played:
-    """One step. prices: how often each price is paid. waits: seconds of waits for copies in the background.
-    collectives: seconds of all collectives; exposed: those of them during which no operation runs. ahead: bytes that
-    copies in the background moved during collectives."""
+    """One step. prices, collectives: how often the price of each operation and each collective is paid. waits: seconds
+    of waits for copies in the background. exposed: seconds of collectives during which no operation runs. ahead: bytes
+    that copies in the background moved during collectives."""
 
     prices: Counter[Price] = field(default_factory=Counter)
+    collectives: Counter[Price] = field(default_factory=Counter)
     waits: float = 0.0
-    collectives: float = 0.0
     exposed: float = 0.0
     ahead: float = 0.0
 
     def add(self, other: Played, times: int) -> None:
         """Add what is `times` as long."""
-        for price, count in other.prices.items():
-            self.prices[price] += times * count
-        for name in ("waits", "collectives", "exposed", "ahead"):
+        for mine, others in ((self.prices, other.prices), (self.collectives, other.collectives)):
+            for price, count in others.items():
+                mine[price] += times * count
+        for name in ("waits", "exposed", "ahead"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
 
     def facts(self) -> dict[str, Any]:
         """As JSON values: prices with their count, the dearest first; and seconds."""
-        dearest = sorted(self.prices.items(), key=lambda item: -item[0].seconds * item[1])
-        return {
-            "prices": [{**vars(price), "count": count} for price, count in dearest],
-            "waits": self.waits,
-            "collectives": self.collectives,
-            "exposed": self.exposed,
-            "ahead": self.ahead,
-        }
+        totals = {"waits": self.waits, "exposed": self.exposed, "ahead": self.ahead}
+        return {"prices": _dearest(self.prices), "collectives": _dearest(self.collectives), **totals}
+
+
+def _dearest(prices: Counter[Price]) -> list[dict[str, Any]]:
+    ordered = sorted(prices.items(), key=lambda item: -item[0].seconds * item[1])
+    return [{**vars(price), "count": count} for price, count in ordered]
 
 
 def play(module: Module, pricing: Pricing, waiting: Waiting, bandwidth: float) -> Played:
-    """Play a step of a module. pricing: of an operation. waiting: seconds of a collective. bandwidth: of HBM, in
+    """Play a step of a module. pricing: of an operation. waiting: of a collective. bandwidth: of HBM, in
     bytes/s."""
     player = _Player(module, pricing, waiting, bandwidth)
     player.run(module.entry, 1)
@@ -111,21 +111,23 @@ class _Player:
         if i.op == "call":
             self.run(called, times)
         elif any(inner.collective for inner in inside):
-            self._start(i.name, sum(self.waiting(called, inner) for inner in inside if inner.collective))
+            for inner in inside:
+                if inner.collective:
+                    self._start(i.name, self.waiting(called, inner))
         else:
             self.copies[i.name] = float(sum(self.module.moved(called, inner) for inner in inside)), self.now
 
     def _collective(self, computation: Computation, i: Instruction) -> None:
-        seconds = self.waiting(computation, i)
+        price = self.waiting(computation, i)
         if i.op.endswith("-start"):
-            self._start(i.name, seconds)
+            self._start(i.name, price)
             return
-        self.played.collectives += seconds
-        self._expose(seconds)
+        self.played.collectives[price] += 1
+        self._expose(price.seconds)
 
-    def _start(self, name: str, seconds: float) -> None:
-        self.played.collectives += seconds
-        self.link_free = max(self.now, self.link_free) + seconds
+    def _start(self, name: str, price: Price) -> None:
+        self.played.collectives[price] += 1
+        self.link_free = max(self.now, self.link_free) + price.seconds
         self.ends[name] = self.link_free
 
     def _done(self, i: Instruction) -> None:

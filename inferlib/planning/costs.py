@@ -404,7 +404,7 @@ class Deployed:
         chip = self.target.chip
         moved *= m.layers * (moved > chip.vmem_bytes - chip.scratch_bytes)  # else they stay on chip
         read = m.experts.read_share(everyone) if m.experts else 1.0  # share of the weight
-        rate, elements = PEAK if m.experts else dense_rate(self._backend), 0.0
+        rate, elements = PEAK if m.experts else dense_rate(tokens, self._backend), 0.0
         if m.packed is not None and times:
             rate, each = product_rate(m.packed, math.ceil(times), self._backend)
             flops *= self.target.rate("bfloat16") / self.target.rate(numbers_of(m.packed, math.ceil(times)))
@@ -438,9 +438,9 @@ class Deployed:
 
     @cached_property
     def _backend(self) -> Backend:
-        backend = Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
         if self.target.platform != "tpu":
-            return backend
+            return Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
+        backend = Backend.for_platform("tpu", self.shards, self.target.chip.cores, self.target.chip.name)
         return tpu_backend(backend, self.config, self.quantization, self.shards)
 
 

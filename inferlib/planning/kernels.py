@@ -17,6 +17,7 @@ from inferlib.ops.packed import MEMORY_BOUND_ROWS
 from inferlib.ops.quantized import Scheme
 from inferlib.pallas_kernels.decode_attention_gpu import PROGRAMS, power_of_two, tiling
 from inferlib.planning import rates
+from inferlib.planning.network import ATTAINED
 from inferlib.planning.rates import Rate
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -47,9 +48,18 @@ def numbers_of(weight: WeightSpec, rows: int) -> str:
     return "int8" if weight.scheme.values == "int8" else "float8"
 
 
-def dense_rate(backend: Backend) -> Rate:
-    """The rate of XLA's products with weights that are stored as they are."""
+def dense_rate(tokens: float, backend: Backend) -> Rate:
+    """The rate of products with weights that are stored as they are, in a step of so many tokens."""
+    if not fetches_ahead(tokens, backend):
+        return of_tpu("mx_matmul", backend)
     return rates.XLA_GPU if backend.matmul == "pallas_gpu" else rates.PEAK
+
+
+def of_tpu(kernel: str, backend: Backend) -> Rate:
+    """The rate of a kernel for TPUs, by the ratio of its listing to the published rates. What all programs attain of
+    these is less than that of most listings, and waits for copies are a part of it."""
+    ratio = rates.RATIOS[kernel].get(backend.generation or "", 1.0)
+    return Rate(share=min(1 / (ratio * ATTAINED.memory), 1.0), compute=min(1 / (ratio * ATTAINED.compute), 1.0))
 
 
 def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
@@ -66,6 +76,8 @@ def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
 
 def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
     """The rate of attention, which reads the cache."""
+    if (backend.decode_attention if decode else backend.prefill_attention) == "pallas_tpu":
+        return of_tpu(f"{'mla_' * latent}{'decode' if decode else 'prefill'}_attention", backend)
     if not decode and backend.prefill_attention == "pallas_gpu":
         return rates.PREFILL_GPU
     return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PEAK
@@ -99,7 +111,7 @@ def small_seconds(layer: LayerSpec, tokens: Tokens, scheme: Scheme | None, targe
     elements = tokens.count * tokens.width
     split = shards.size(axes.MLP) if shards.splits_tokens else 1  # the residual, and so its norms and sums
     seconds = max(small.layer + norms * small.norm, small.element * elements / (split * target.chip.cores))
-    seconds += small.latent * isinstance(attention, MlaSpec)
+    seconds += (small.latent + small.cell * tokens.count) * isinstance(attention, MlaSpec)
     if not isinstance(layer.mlp, MoeSpec):
         return seconds
     seconds += small.experts + tokens.chunk * small.sorted

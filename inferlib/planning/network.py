@@ -2,7 +2,7 @@
 
 The model of the JAX scaling book (https://jax-ml.github.io/scaling-book/sharding): a phase (an all-gather or a
 reduce-scatter) moves (n - 1) / n of the whole array over every link of the axis at once, and takes at least the latency
-of its hops.
+of its hops. All-reduces on TPUs follow `planning.all_reduce`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 
+from inferlib.planning.all_reduce import ONE_WAY, Algorithm, as_ring, of_sent, path
 from inferlib.planning.collectives import Collective
 from inferlib.targets import Target, TargetError
 
@@ -53,9 +54,9 @@ class Network:
     target: Target
     spans: Mapping[str, Span]
 
-    def seconds(self, collective: Collective, efficiency: Efficiency) -> float:
-        """Seconds of one of `collective.count` collectives; if a product hides it, only the time beyond the
-        product's."""
+    def seconds(self, collective: Collective, efficiency: Efficiency, algorithm: Algorithm | None = None) -> float:
+        """Seconds of one of `collective.count` collectives; if a product hides it, only the time beyond the product's.
+        algorithm: of an all-reduce on a TPU, by default the compiler's choice for its size."""
         if collective.flops:
             hidden = collective.flops / (self.target.rate("bfloat16") * efficiency.compute)
             return max(self.seconds(replace(collective, flops=0), efficiency) - hidden, 0.0)
@@ -64,8 +65,31 @@ class Network:
             return self._permute(span, nbytes, efficiency)
         if collective.kind.endswith("all-to-all"):
             return self._all_to_all(span, nbytes, efficiency) + self._latency(span, efficiency)
+        if collective.kind.endswith("all-reduce") and self.target.platform == "tpu":
+            algorithm = algorithm or self.algorithm(collective.axis, nbytes)
+            return self._all_reduce(span, nbytes, efficiency, algorithm)
         phases = 2 if collective.kind.endswith("all-reduce") else 1
         return phases * (self._gather(span, nbytes, efficiency) + self._latency(span, efficiency))
+
+    def algorithm(self, axis: str, nbytes: float) -> Algorithm:
+        """How the compiler for TPUs makes an all-reduce of an array over a mesh axis."""
+        span = self._span(axis)
+        if nbytes / span.devices >= ONE_WAY:
+            return "one way"
+        kinds: tuple[Algorithm, ...] = ("exchange", "scatter and gather")
+        return min(kinds, key=lambda kind: self._all_reduce(span, nbytes, IDEAL, kind))
+
+    def sends(self, axis: str, share: float) -> Algorithm:
+        """The algorithm of an all-reduce by how many times the array a device sends."""
+        return of_sent(as_ring(self._span(axis).dims), share)
+
+    def _all_reduce(self, span: Span, nbytes: float, efficiency: Efficiency, algorithm: Algorithm) -> float:
+        """Between chips by the algorithm, and within each chip by an exchange beside it."""
+        over = path(algorithm, as_ring(span.dims), nbytes, self._bandwidth)
+        phases = 1 if algorithm == "exchange" else 2
+        within = phases * (span.die > 1), 2 * self._within(span, nbytes)
+        hops = (over.hops + within[0]) * self.target.chip.hop_latency * efficiency.latency
+        return hops + (over.seconds + within[1]) / efficiency.link
 
     def _span(self, axis: str) -> Span:
         """The span of a mesh axis, or of several joined by "+"."""

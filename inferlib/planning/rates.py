@@ -1,8 +1,9 @@
 """A few measured numbers on how fast the kernels of each platform are, given their bytes and operations.
 
 GPUs: an H200, from steps of decoding (`configs/measurements/h200-decode.yaml`) and single products
-(docs/kernels/measurements.md). TPUs: the compiler's cycles for the small operations of the programs of `configs/plans`
-(docs/guide/planning.md). Other platforms have no such numbers, and are priced by bytes and operations alone.
+(docs/kernels/measurements.md). TPUs: listings of kernels, and of the small operations of the programs of
+`configs/plans` (docs/guide/planning.md). Other platforms have no such numbers, and are priced by bytes and operations
+alone.
 """
 
 from __future__ import annotations
@@ -107,14 +108,15 @@ class Small:
     """Seconds of a layer's small operations, such as norms, rotary embedding, residual sums and routing.
 
     layer: of any layer. norm: of each norm beyond the two that precede the branches. latent, experts: of a layer with
-    them, beside that. exchange: of tokens that go to experts of other devices, beside that. sorted, sent: of a chunk
-    whose tokens are sorted by expert, and go to other devices; exchanged: of each element that does. element: of the
-    residual, on one core, if that takes longer than `layer`.
+    them, beside that; cell: to write the latents of a token. exchange: of tokens that go to experts of other devices,
+    beside that. sorted, sent: of a chunk whose tokens are sorted by expert, and go to other devices; exchanged: of each
+    element that does. element: of the residual, on one core, if that takes longer than `layer`.
     """
 
     layer: float = 0.0
     norm: float = 0.0
     latent: float = 0.0
+    cell: float = 0.0
     experts: float = 0.0
     exchange: float = 0.0
     sorted: float = 0.0
@@ -126,15 +128,16 @@ class Small:
 SMALL = {
     "gpu": Small(layer=15e-6, latent=14e-6, experts=15e-6, element=9.5e-12),
     "tpu": Small(
-        layer=12e-6,
-        norm=12e-6,
-        latent=35e-6,
+        layer=5.2e-6,
+        norm=1.9e-6,
+        latent=12e-6,
+        cell=0.69e-6,
         experts=16e-6,
-        exchange=40e-6,
-        sorted=170e-6,
-        sent=430e-6,
-        exchanged=80e-12,
-        element=42e-12,
+        exchange=5.6e-6,
+        sorted=200e-6,
+        sent=620e-6,
+        exchanged=100e-12,
+        element=16e-12,
     ),
 }
 NO_SMALL = Small()

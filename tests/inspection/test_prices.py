@@ -4,6 +4,7 @@ second; half a minute with the slow test, which is skipped without libtpu."""
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from inferlib.inspection.prices import Price, Prices
 from inferlib.inspection.report import ProgramReport, Report, StepEstimate
 from inferlib.inspection.report_text import assumptions
 from inferlib.inspection.schedule import Played, play
-from inferlib.planning.network import IDEAL, place
+from inferlib.planning.collectives import Collective
+from inferlib.planning.network import ATTAINED, place
 from inferlib.planning.rates import RATIOS
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -142,9 +144,10 @@ def test_a_schedule_is_played_with_what_runs_in_the_background():
     one = Price("add", "listing", 1e-6, 0)
     half_of_hbm = Price("copy", "listing", 1e-6, 819e9 * 0.5e-6)
     pricing = lambda _, i: {"add": one, "copy": half_of_hbm}.get(i.op)  # noqa: E731
-    played = play(Module(TEXT), pricing, lambda *_: 5e-6, 819e9)
+    reduced = Price("all-reduce", "model", 5e-6, 0)
+    played = play(Module(TEXT), pricing, lambda *_: reduced, 819e9)
     assert played.prices == {one: 10 * 2 + 1, half_of_hbm: 1}
-    assert played.collectives == played.exposed == 5e-6
+    assert (played.collectives, played.exposed) == ({reduced: 1}, 5e-6)
     # The copy runs before the weight's start; the loop's trips behind the second fetch what the second does.
     assert played.ahead == pytest.approx(5e-6 * 819e9)
     assert played.waits == pytest.approx((2 << 24) / 819e9 - 5e-6 - 4e-6)
@@ -160,9 +163,10 @@ def test_an_asynchronous_collective_hides_behind_operations():
         "  %half = ", f"  %later = {VMEM} add(%y, %y)\n  %sum = {VMEM} all-reduce-done(%begun)\n  %half = "
     )
     pricing = lambda _, i: Price("add", "listing", 3e-6, 0) if i.name == "later" else None  # noqa: E731
-    played = play(Module(asynchronous), pricing, lambda *_: 100e-6, 819e9)
+    reduced = Price("all-reduce", "model", 100e-6, 0)
+    played = play(Module(asynchronous), pricing, lambda *_: reduced, 819e9)
     waits = (2 << 24) / 819e9
-    assert (played.collectives, played.waits) == (100e-6, pytest.approx(waits))
+    assert (played.collectives, played.waits) == ({reduced: 1}, pytest.approx(waits))
     assert played.exposed == pytest.approx(100e-6 - 3e-6 - waits)
 
 
@@ -182,8 +186,33 @@ def test_a_collective_runs_along_the_axes_of_its_groups(groups, axes):
     reduce = module.entry.instructions["sum"]
     assert axes_of(reduce, {"data": 2, "tensor": 4}) == axes
     network = place(TARGET, (("data", 2), ("tensor", 4)))
-    seconds = CollectivePrices(module, network, {"data": 2, "tensor": 4}, IDEAL).seconds(module.entry, reduce)
-    assert 2e-6 <= seconds < 20e-6
+    price = CollectivePrices(module, network, {"data": 2, "tensor": 4}, lambda *_: None).price(module.entry, reduce)
+    moved = Collective("all-reduce", "", "+".join(axes), 8 * 2048 * 2)
+    assert price == Price("all-reduce, exchange", "model", network.seconds(moved, ATTAINED), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sent", "algorithm"),
+    [
+        ("StrategyND", 6.0, "exchange"),
+        ("StrategyND", 1.875, "scatter and gather"),
+        ("UniDirectionNDRingStrategy", 1.875, "one way"),
+        ("StrategyND", None, "exchange"),
+    ],
+)
+def test_an_all_reduce_has_the_algorithm_of_its_program(strategy, sent, algorithm):
+    """On v5e:4x4, 128 KiB: by the strategy that the compiler names, and what a device sends by the listing."""
+    config = f', backend_config={{"collective_algorithm_config":{{"strategy":"{strategy}"}}}}'
+    text = TEXT.replace("bf16[8,2048]", "bf16[32,2048]").replace("to_apply=%region", f"to_apply=%region{config}")
+    module = Module(text.replace("{{0,1,2,3,4,5,6,7}}", "{}"))
+    target, mesh = parse_target("v5e:4x4"), {"tensor": 16}
+    network = place(target, tuple(mesh.items()))
+    prices = CollectivePrices(module, network, mesh, lambda *_: sent and int(sent * 131072))
+    price = prices.price(module.entry, module.entry.instructions["sum"])
+    assert price.name == f"all-reduce, {algorithm}"
+    hops = {"exchange": 6, "scatter and gather": 12, "one way": 12}[algorithm]
+    links = 2 * 3 * 65536 / 50e9 if algorithm == "exchange" else 2 * 131072 * 15 / 16 / 100e9
+    assert price.seconds == pytest.approx(hops * 8e-6 / 3 + links / ATTAINED.link)
 
 
 def test_the_scalars_of_kernels_are_those_of_full_rows():
@@ -207,8 +236,8 @@ def test_the_scalars_of_kernels_are_those_of_full_rows():
 
 def test_the_report_says_how_each_part_is_priced():
     prices = {Price("fusion", "listing", 2e-3, 0): 1, Price("scatter", "estimate", 1e-3, 0): 2}
-    played = Played(waits=0.0, collectives=4e-3, exposed=3e-3)
-    played.prices.update(prices)
+    played = Played(prices=Counter(prices), exposed=3e-3)
+    played.collectives[Price("all-reduce, exchange", "model", 2e-3, 0)] = 2
     made = Deployment(
         configs.load("llama3-8b"), "v5e:2x4", "bfloat16", Buckets((512,), (8,), (1024,)), Parallelism(tensor=8)
     )
@@ -217,7 +246,7 @@ def test_the_report_says_how_each_part_is_priced():
     figures |= {"key": KEY, "outcome": Outcome(KEY, "compiled"), "step": StepEstimate.of(played.facts())}
     (line,) = assumptions(replace(report, programs=(ProgramReport(**figures),)))
     assert "2.00 ms by their listings, 2.00 ms as the compiler estimates (scatter)" in line
-    assert "collectives 4.00 ms, of which 1.00 ms are hidden" in line
+    assert "4.00 ms, 1.00 ms of it behind operations (2 all-reduce, exchange)" in line
 
 
 @pytest.mark.slow
