@@ -18,7 +18,7 @@ from inferlib.checkpoint.load import load_item, plan_load
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import check_dtype, check_flag, checked_output, checked_path
 from inferlib.locks import locked
-from inferlib.model_files import ModelFiles
+from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
 from inferlib.progress import ByteProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # What a conversion writes into its directory.
 WRITTEN = frozenset({"config.json", *Tokenizer.FILES, *LaidOutWeights.FILES})
+_EXPORTED = (CALIBRATION, "model")  # beginnings of names of files that an export writes beside these
 
 
 def convert(
@@ -112,7 +113,7 @@ def _make_room(partial: Path, nbytes: int) -> None:
     """Make the directory to write to, in place of what a conversion that was killed has left there."""
     if partial.exists():
         strange = [] if partial.is_dir() else [partial.name]
-        names = {path.name for path in partial.iterdir() if not path.name.startswith("model")}  # an export's files
+        names = {path.name for path in partial.iterdir() if not path.name.startswith(_EXPORTED)}
         strange = strange or sorted(names - WRITTEN)
         if strange:
             raise FileExistsError(f"{partial} exists and holds other things than a conversion ({strange[0]}): move it")

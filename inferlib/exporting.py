@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from inferlib.checkpoint.load import load_items
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import check_flag, checked_output
 from inferlib.conversion import output_directory
-from inferlib.model_files import ModelFiles
+from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
 from inferlib.progress import CountProgress, on_terminal
 
@@ -46,6 +47,8 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
         CountProgress("exporting layers", len(blocks), show=on_terminal() if progress is None else progress) as bar,
     ):
         files.save_description(directory)
+        if (files.path / CALIBRATION).exists():
+            shutil.copyfile(files.path / CALIBRATION, directory / CALIBRATION)
         writer = Writer(directory, stored, load_items(family_of(files.hf), stored))
         for block in blocks:
             weights = [weight for weight in stored.weights if weight.block == block]

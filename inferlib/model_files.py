@@ -35,6 +35,10 @@ from inferlib.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+CALIBRATION = "calibration.json"  # what `calibrate` says of its run, beside the weights
+# Methods that change what products multiply, merged into the weights that make it.
+_MOVING = ("awq", "smoothquant", "hadamard")
+
 
 def locate(model: str | Path, revision: str | None = None, *, weights: bool = True, progress: bool = False) -> Path:
     """The directory or GGUF file of a model: on this machine, or downloaded from the hub, maybe without its weights.
@@ -151,6 +155,22 @@ class ModelFiles:
                 "quantization out"
             )
         return replace(stored, name=quantization.name, scheme=quantization.scheme)  # the same weights, other products
+
+    def must_take_adapters(self) -> None:
+        """Raise CheckpointError if a calibration changed what products multiply: adapters are trained for inputs of the
+        original, and would change others."""
+        if not (self.path / CALIBRATION).is_file():
+            return
+        try:
+            method = read_json(self.path / CALIBRATION)["settings"]["method"]
+            moving = [part for part in method.split("+") if part.partition(":")[0] in _MOVING]
+        except (KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{self.path / CALIBRATION} is damaged: calibrate the original again") from None
+        if moving:
+            raise CheckpointError(
+                f"{self.path} was calibrated by {method}, and adapters do not fit what {moving[0]} made of the inputs "
+                "of products: calibrate the original by gptq or clip"
+            )
 
     @property
     def nbytes(self) -> int:

@@ -18,9 +18,9 @@ from inferlib.checkpoint.laid_out import LaidOutWeights, layer_folder, quiet, re
 from inferlib.checkpoint.source import CheckpointError, read_json
 from inferlib.conversion import WRITTEN
 from inferlib.locks import locked
+from inferlib.model_files import CALIBRATION as RECORD  # the settings, and what was done to each matrix
 from inferlib.models.abstract import WeightSpec
 
-RECORD = "calibration.json"  # the settings, and what was done to each matrix
 _OUTSIDE = "outside"
 
 

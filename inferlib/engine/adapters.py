@@ -142,6 +142,8 @@ class AdapterLibrary:
     """
 
     def __init__(self, files: ModelFiles, model: AbstractModel, opened: Mapping[str, Adapter]):
+        if model.adapters is not None:
+            files.must_take_adapters()
         self._reader = None if model.adapters is None else AdapterReader(family_of(files.hf), model)
         self._first = [self.load(name, adapter) for name, adapter in opened.items()]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inferlib import LLM, TextSample, calibrate, explain
+from inferlib import LLM, TextSample, calibrate, explain, export
 from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.job import Job
 from inferlib.calibration.store import RECORD
@@ -153,6 +153,22 @@ def test_experts_that_saw_no_token_are_counted(model, tmp_path):
     assert sum(matrix.idle for matrix in report.matrices) >= 2  # gate_up and down of at least one expert
     assert "saw no token" in str(report)
     assert np.all(np.isfinite(load(tmp_path / "out").logits(PROMPT)))
+
+
+@pytest.mark.parametrize(("method", "moves"), [("awq+gptq", "awq"), ("hadamard:merged+gptq", "hadamard"), ("gptq", "")])
+def test_adapters_fit_where_inputs_of_products_stayed(model, tmp_path, method, moves):
+    calibrate(model, tmp_path / "out", data=DATA, method=method, scheme="int8", dtype="float32")
+    out = tmp_path / "out"
+    if moves:
+        export(out, tmp_path / "exported")
+        for path in (out, tmp_path / "exported") if moves == "awq" else (out,):
+            with pytest.raises(CheckpointError, match=f"{moves}.* made of the inputs"):
+                LLM(path, dtype="float32", max_batch=1, max_len=64, max_adapters=1, progress=False)
+        return
+    ModelFiles.open(out).must_take_adapters()
+    (out / RECORD).write_text('{"settings": []}')
+    with pytest.raises(CheckpointError, match="is damaged"):
+        ModelFiles.open(out).must_take_adapters()
 
 
 # ---- interrupted runs
