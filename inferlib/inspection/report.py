@@ -78,12 +78,14 @@ class StepEstimate:
     """Seconds of a step by the schedule of its compiled program (see `inspection.schedule.Played`).
 
     operations: by how they are priced (see `inspection.prices.Price`): by their "listing", by the compiler's
-    "estimate", or by "bytes". waits: for copies in the background. exposed: of collectives during which no operation
-    runs. prices, collectives: of each kind of operation and collective, as `Played.facts` has them.
+    "estimate", or by "bytes". waits: for copies in the background. fetching: of
+    collectives during which weights arrive; exposed: during which neither weights do nor an operation runs. prices,
+    collectives: of each kind of operation and collective, as `Played.facts` has them.
     """
 
     operations: Mapping[str, float]
     waits: float
+    fetching: float
     exposed: float
     prices: Sequence[Mapping[str, Any]]
     collectives: Sequence[Mapping[str, Any]]
@@ -95,8 +97,8 @@ class StepEstimate:
         operations: dict[str, float] = {"listing": 0.0, "estimate": 0.0, "bytes": 0.0}
         for price in facts["prices"]:
             operations[price["how"]] += price["count"] * price["seconds"]
-        waits, exposed = facts["waits"], facts["exposed"]
-        return StepEstimate(operations, waits, exposed, facts["prices"], facts["collectives"])
+        names = ("waits", "fetching", "exposed", "prices", "collectives")
+        return StepEstimate(operations, *(facts[name] for name in names))
 
     @property
     def network(self) -> float:
@@ -106,7 +108,7 @@ class StepEstimate:
     @property
     def computing(self) -> float:
         """Seconds of everything but exposed collectives."""
-        return sum(self.operations.values()) + self.waits
+        return sum(self.operations.values()) + self.waits + self.fetching
 
     @property
     def seconds(self) -> float:

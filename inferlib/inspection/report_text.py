@@ -96,7 +96,7 @@ def _priced(report: Report) -> list[str]:
 
 
 def _network(step: StepEstimate) -> str:
-    """The collectives, which the cost model prices: their time, what operations hide, and their algorithms."""
+    """The collectives, which the cost model prices: their time, what of it is hidden, and their algorithms."""
     counts: Counter[str] = Counter()
     for c in step.collectives:
         counts[c["name"]] += c["count"]
@@ -104,7 +104,8 @@ def _network(step: StepEstimate) -> str:
         return ""
     kinds = "; ".join(f"{count} {name}" for name, count in counts.items())
     hidden = step.network - step.exposed
-    return f". Collectives by the cost model: {_ms(step.network)}, {_ms(hidden)} of it behind operations ({kinds})"
+    times = f"{_ms(step.network)}, {_ms(hidden)} of it behind weights and operations"
+    return f". Collectives by the cost model: {times} ({kinds})"
 
 
 def _named(p: ProgramReport, how: str) -> str:

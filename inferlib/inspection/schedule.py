@@ -25,26 +25,26 @@ _CALLS = ("call", "async-start", "call-start")
 @dataclass
 class Played:
     """One step. prices, collectives: how often the price of each operation and each collective is paid. waits: seconds
-    of waits for copies in the background. exposed: seconds of collectives during which no operation runs. ahead: bytes
-    that copies in the background moved during collectives."""
+    of waits for copies in the background. fetching: seconds of collectives that such copies use, for which the step
+    would have to wait else; exposed: those during which neither copies nor operations run."""
 
     prices: Counter[Price] = field(default_factory=Counter)
     collectives: Counter[Price] = field(default_factory=Counter)
     waits: float = 0.0
+    fetching: float = 0.0
     exposed: float = 0.0
-    ahead: float = 0.0
 
     def add(self, other: Played, times: int) -> None:
         """Add what is `times` as long."""
         for mine, others in ((self.prices, other.prices), (self.collectives, other.collectives)):
             for price, count in others.items():
                 mine[price] += times * count
-        for name in ("waits", "exposed", "ahead"):
+        for name in ("waits", "fetching", "exposed"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
 
     def facts(self) -> dict[str, Any]:
         """As JSON values: prices with their count, the dearest first; and seconds."""
-        totals = {"waits": self.waits, "exposed": self.exposed, "ahead": self.ahead}
+        totals = {"waits": self.waits, "fetching": self.fetching, "exposed": self.exposed}
         return {"prices": _dearest(self.prices), "collectives": _dearest(self.collectives), **totals}
 
 
@@ -151,10 +151,11 @@ class _Player:
         self.copies.pop(name, None)
 
     def _expose(self, seconds: float) -> None:
-        self.played.exposed += seconds
         before = sum(left for left, _ in self.copies.values())
         self._pass(seconds, seconds)
-        self.played.ahead += before - sum(left for left, _ in self.copies.values())
+        fetching = (before - sum(left for left, _ in self.copies.values())) / self.bandwidth
+        self.played.fetching += fetching
+        self.played.exposed += seconds - fetching
 
     def _pass(self, seconds: float, free: float) -> None:
         """Let time pass, during which HBM is free for `free` seconds."""
