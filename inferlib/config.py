@@ -793,8 +793,8 @@ class EngineOptions:
         drafted = speculation is not None and speculation.by_model
         if not on_tpu or self.scan is not None or model is None or drafted or (fixed and backend.matmul != "xla"):
             return _default(self.scan, on_tpu), backend
-        unrolled = unrolls(model, quantization, shards, backend)
-        return not unrolled, tpu_backend(backend, model, quantization, shards)
+        unrolled = unrolls(model, quantization, shards, backend, device.generation)
+        return not unrolled, tpu_backend(backend, model, quantization, shards, device.generation)
 
     @property
     def tiers(self) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def _on_mesh(
     max_batch, max_len = sizes
     shards = planned_shards(parallel)
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
-    config = replace(config, backend=tpu_backend(config.backend, alone.config, quantization, shards))
+    config = replace(config, backend=tpu_backend(config.backend, alone.config, quantization, shards, None))
     describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
     chunk, dtype = config.row_tokens, kv_cache_dtype or "bfloat16"

@@ -441,7 +441,7 @@ class Deployed:
         if self.target.platform != "tpu":
             return Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
         backend = Backend.for_platform("tpu", self.shards, self.target.chip.cores, self.target.chip.name)
-        return tpu_backend(backend, self.config, self.quantization, self.shards)
+        return tpu_backend(backend, self.config, self.quantization, self.shards, self.target.chip.name)
 
 
 @lru_cache(maxsize=1024)

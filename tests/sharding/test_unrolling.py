@@ -20,13 +20,15 @@ from inferlib.unrolling import MOST_LAYERS
 from tests.helpers.llms import build_llm
 
 
-def resolved(name="llama3-8b", parallel="tp=8", quantization=None, device="tpu", layers=None, **options):
+def resolved(
+    name="llama3-8b", parallel="tp=8", quantization=None, device="tpu", layers=None, generation="v5e", **options
+):
     """(scan, how products are made) of a deployment."""
     model = config_from_hf(configs.load(name))
     model = model if layers is None else replace(model, layers=model.layers[:1] * layers)
     stored = None if quantization is None else Quantization.named(quantization)
-    shards = planned_shards(Parallelism.parse(parallel))
-    config = EngineOptions(max_batch=16, max_len=1024, **options).resolve(DeviceKind(device), shards, model, stored)
+    shards, kind = planned_shards(Parallelism.parse(parallel)), DeviceKind(device, generation=generation)
+    config = EngineOptions(max_batch=16, max_len=1024, **options).resolve(kind, shards, model, stored)
     return config.scan, config.backend.matmul
 
 
@@ -39,6 +41,7 @@ def resolved(name="llama3-8b", parallel="tp=8", quantization=None, device="tpu",
         {"parallel": "cp=2,tp=4"},
         {"backend": "matmul=xla"},
         {"layers": MOST_LAYERS},
+        {"generation": "v6e"},
     ],
 )
 def test_layers_with_collectives_between_readable_weights_are_unrolled(options):
@@ -57,6 +60,8 @@ def test_layers_with_collectives_between_readable_weights_are_unrolled(options):
         {"name": "qwen3-30b-a3b", "parallel": "ep=2,tp=4"},
         {"layers": MOST_LAYERS + 1},
         {"scan": True},
+        {"generation": "v5p"},
+        {"generation": "v7x"},
         {"backend": Backend.for_platform("tpu", planned_shards(Parallelism.parse("tp=8")))},
         {"speculation": "draft:smaller:3"},
     ],
@@ -78,7 +83,8 @@ def test_the_cost_model_says_so_too(name):
     if plan.slice.platform != "tpu":
         return
     work = plan.deployed.decode(8, 1024.0)
-    scan, product = resolved(plan.model, plan.parallel, plan.deployed.quantization and str(plan.deployed.quantization))
+    stored = plan.deployed.quantization and str(plan.deployed.quantization)
+    scan, product = resolved(plan.model, plan.parallel, stored, generation=plan.slice.chip.name)
     assert work.fetches_ahead == (product == "xla") == (not scan)
     times = {ahead: step_time(replace(work, fetches_ahead=ahead), plan.deployed.network) for ahead in (True, False)}
     assert times[True].seconds <= times[False].seconds
