@@ -162,7 +162,7 @@ def test_what_is_written_otherwise_for_trainium_draws_the_same_tokens(monkeypatc
     expected = draw()
     chosen = []
 
-    def on_trainium(*arguments, default, neuron):
+    def on_trainium(*arguments, neuron, **others):
         chosen.append(neuron)
         return neuron(*arguments)
 
