@@ -69,6 +69,22 @@ def tight(path, buckets: Buckets, **more) -> LLM:
     return build_llm(path, buckets, cache_memory=memory, **more)
 
 
+def counted_drafts(text: Sequence[int], cells: int, drafts: Callable[[int], Sequence[int]]) -> np.ndarray:
+    """How many drafts could stand if each step of a row verifies those behind so many `cells`, and how many do."""
+    tried = stood = 0
+    while cells < len(text) - 1:
+        guessed = drafts(cells)
+        for i in range(len(guessed) + 1):
+            cells += 1
+            if i == len(guessed) or cells == len(text) - 1:
+                break
+            tried += 1
+            if guessed[i] != text[cells]:
+                break
+            stood += 1
+    return np.array([tried, stood])
+
+
 def assert_nothing_compiles(drafting: Callable[[], LLM], without: LLM) -> None:
     """Batches and streams of a model that drafts, whose programs are compiled: the tokens of one that does not."""
     jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]

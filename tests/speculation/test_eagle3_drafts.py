@@ -25,6 +25,7 @@ from tests.helpers.speculation import (
     TRUNK,
     assert_nothing_compiles,
     assert_same,
+    counted_drafts,
     options,
     run,
     tight,
@@ -67,35 +68,30 @@ def drafting(path: Path, head: Path, tokens: int = 3, **more) -> LLM:
 
 
 def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarray:
-    """How many of the published drafts could stand if each step of a row verifies three, and how many do."""
+    """How many of three published drafts a step could stand, and how many do."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.helpers.published_eagle3 import PublishedHead
 
-    text = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    text = torch.tensor(tokens)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    tried = stood = 0
-    cells, end = len(output.prompt_token_ids), len(text)
     with torch.no_grad():
         states = model(input_ids=text[None], output_hidden_states=True).hidden_states
-        features = torch.cat([states[n][0] for n in (1, 2, 2)], dim=-1)  # after the layers of `default_feature_layers`
-        while cells < end - 1:
-            oracle, positions = PublishedHead(head, path), torch.arange(cells)
-            state, drafts = oracle.step(text[1 : cells + 1], features[:cells], positions)[-1:], []
-            for i in range(3):
-                _, chosen = oracle.choose(state)
-                drafts.append(int(chosen))
-                state = oracle.step(chosen, state, positions[-1:] + 1 + i)
-            for i in range(4):
-                cells += 1
-                if i == 3 or cells == end - 1:
-                    break
-                tried += 1
-                if drafts[i] != text[cells]:
-                    break
-                stood += 1
-    return np.array([tried, stood])
+    features = torch.cat([states[n][0] for n in (1, 2, 2)], dim=-1)  # after the layers of `default_feature_layers`
+
+    @torch.no_grad()
+    def drafts(cells: int) -> list[int]:
+        oracle, positions, chosen = PublishedHead(head, path), torch.arange(cells), []
+        state = oracle.step(text[1 : cells + 1], features[:cells], positions)[-1:]
+        for i in range(3):
+            _, token = oracle.choose(state)
+            chosen.append(int(token))
+            state = oracle.step(token, state, positions[-1:] + 1 + i)
+        return chosen
+
+    return counted_drafts(tokens, len(output.prompt_token_ids), drafts)
 
 
 def test_drafts_are_the_published_ones(path, head, without):

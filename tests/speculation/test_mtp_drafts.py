@@ -16,7 +16,17 @@ from inferlib.outputs import RequestOutput
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.mtp import PublishedMtp, make_target
-from tests.helpers.speculation import GREEDY, JOBS, TAILS, TRUNK, assert_nothing_compiles, assert_same, run, tight
+from tests.helpers.speculation import (
+    GREEDY,
+    JOBS,
+    TAILS,
+    TRUNK,
+    assert_nothing_compiles,
+    assert_same,
+    counted_drafts,
+    run,
+    tight,
+)
 from tests.helpers.tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("counts")
@@ -46,25 +56,20 @@ def expected(without) -> list[RequestOutput]:
 
 @torch.no_grad()
 def published_counts(path: Path, output: RequestOutput) -> np.ndarray:
-    """How many of the published drafts could stand if each step of a row verifies three, and how many do."""
-    text = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
-    features, tried, stood = PublishedMtp(path).features(text), 0, 0
-    cells, end = len(output.prompt_token_ids), len(text)
-    while cells < end - 1:
-        layer, drafts = PublishedMtp(path), []
+    """How many of three published drafts a step could stand, and how many do."""
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    text = torch.tensor(tokens)
+    features = PublishedMtp(path).features(text)
+
+    def drafts(cells: int) -> list[int]:
+        layer, chosen = PublishedMtp(path), []
         state = layer.step(text[1 : cells + 1], features[:cells])[-1:]
         for _ in range(3):
-            drafts.append(IDS[int(layer.logits(state)[0, IDS].argmax())])
-            state = layer.step(torch.tensor(drafts[-1:]), state)[-1:]
-        for i in range(4):
-            cells += 1
-            if i == 3 or cells == end - 1:
-                break
-            tried += 1
-            if drafts[i] != text[cells]:
-                break
-            stood += 1
-    return np.array([tried, stood])
+            chosen.append(IDS[int(layer.logits(state)[0, IDS].argmax())])
+            state = layer.step(torch.tensor(chosen[-1:]), state)[-1:]
+        return chosen
+
+    return counted_drafts(tokens, len(output.prompt_token_ids), drafts)
 
 
 def assert_published(path: Path, without: LLM) -> None:
