@@ -4,8 +4,9 @@
     python benchmarks/compile.py --only gpt-oss-20b --only "llama3-8b v5e:2x4"
 
 --only chooses the deployments whose line of --list has all of its words; by default all are compiled. --backend xla
-leaves kernels out. Estimates are the compiler's count of cycles, with kernels at the chip's peaks, plus a model of the
-collectives. CPU seconds are for all programs of a deployment, including the start of child processes.
+leaves kernels out. Estimates are the compiled schedule, with each operation as its listing says, plus the part of the
+collectives that no operation hides. CPU seconds are for all programs of a deployment, including the start of child
+processes.
 """
 
 from __future__ import annotations
