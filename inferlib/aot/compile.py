@@ -114,13 +114,16 @@ def environment(target: Target) -> dict[str, str]:
     return os.environ | settings[target.platform] | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
+PRICED = ("tpu",)  # platforms whose compiler writes listings, by which operations are priced
+
+
 class _Worker:
     """A child process that compiles programs."""
 
     def __init__(self, deployment: Deployment):
         settings, first = environment(deployment.slice), {"deployment": deployment.to_json(), "listings": None}
         self._listings = TemporaryDirectory()
-        if deployment.slice.platform == "tpu":
+        if deployment.slice.platform in PRICED:
             first["listings"], flags = self._listings.name, dump_flags(Path(self._listings.name))
             settings["LIBTPU_INIT_ARGS"] = f"{settings.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
         self._child = Child("inferlib.aot.worker", first, settings)

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import Buckets, configs
+from inferlib.aot import compile
 from inferlib.aot.compile import compile_programs
 from inferlib.cli import app
 from inferlib.inspection.report import ProgramReport, Report
@@ -327,7 +328,9 @@ MOST_MOVED = {"llama3-8b-v5e-8": 1.01, "llama3-70b-v6e-8": 1.02}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", configs.plan_names())
-def test_plans_compile(name):
+def test_plans_compile(name, monkeypatch):
+    """Without prices, which take as long as compilation."""
+    monkeypatch.setattr(compile, "PRICED", ())
     plan = load_plan(name)
     parallel = Parallelism.parse(plan.parallel)
     sizes = (plan.dtype, plan.engine.buckets, parallel, ("greedy",), plan.stored)
