@@ -217,17 +217,22 @@ def test_programs_with_a_draft_model(model, tmp_path):
         LLM(model, artifacts=folder, progress=False)
 
 
-@pytest.mark.slow
-def test_programs_with_a_head(model, tmp_path):
-    folder, head = tmp_path / "compiled", make_head(tmp_path / "head", model, 100)
-    result = compile_into(folder, model, "--speculation", f"eagle3:{head}:2", "--modes", "greedy")
-    assert result.exit_code == 0, result.output
+def loaded_with_the_same_tokens(folder: Path, model: Path) -> LLM:
+    """The engine of artifacts, after a text that an engine without drafts continues alike."""
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
     llm = LLM(model, artifacts=folder, progress=False)
     tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
     assert tokens[0] == tokens[1]
-    assert llm.stats.drafts
+    return llm
+
+
+@pytest.mark.slow
+def test_programs_with_a_head(model, tmp_path):
+    folder, head = tmp_path / "compiled", make_head(tmp_path / "head", model, 100)
+    result = compile_into(folder, model, "--speculation", f"eagle3:{head}:2", "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    assert loaded_with_the_same_tokens(folder, model).stats.drafts
     hf = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(hf | {"rms_norm_eps": 0.5}))
     with pytest.raises(ArtifactError, match=r"draft\.model\.norm\.eps is .* in its programs, and 0\.5 here"):
@@ -239,12 +244,7 @@ def test_programs_with_a_layer_for_further_tokens(tmp_path):
     folder, model = tmp_path / "compiled", make_target(tmp_path, "deepseek_v3")
     result = compile_into(folder, model, "--speculation", "mtp:2", "--modes", "greedy")
     assert result.exit_code == 0, result.output
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
-    llm = LLM(model, artifacts=folder, progress=False)
-    tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
-    assert tokens[0] == tokens[1]
-    assert llm.stats.drafts
+    assert loaded_with_the_same_tokens(folder, model).stats.drafts
 
 
 def test_another_model_is_named_by_its_field(folder, tmp_path):
