@@ -81,12 +81,13 @@ def _left(config: EngineConfig, model: AbstractModel, memory: int, drafting: Abs
 
 def _temporaries(config: EngineConfig, model: AbstractModel) -> int:
     """An estimate of what the largest step keeps beside weights and cache: two layers' activations, logits of every
-    row, which sampling reads several times, and what attention by XLA writes to memory."""
+    row and draft, which sampling reads several times, and what attention by XLA writes to memory."""
     shards, size = config.shards, model.dtype.itemsize
     tokens = config.buckets.prefill[-1] // shards.size(axes.TOKENS) + config.rows
     dense = [w for w in model.weights if w.contracting and not {axes.EXPERTS, axes.VOCAB} & set(w.axes)]
     widest = max(prod(shards.local_shape(w.axes, w.shape)) for w in dense) // model.config.dim
-    sampled = (config.rows + max(p for p, _ in config.prefill_shapes())) * model.layout.vocab // shards.size(axes.VOCAB)
+    positions = config.rows * (1 if config.speculation is None else 1 + config.speculation.tokens)
+    sampled = (positions + max(p for p, _ in config.prefill_shapes())) * model.layout.vocab // shards.size(axes.VOCAB)
     details = max(p * c for p, c in config.detail_shapes()) * model.layout.vocab // shards.size(axes.VOCAB)
     dim, chosen = model.config.dim, [x.router.chosen * (2 * x.hidden + model.config.dim) for x in model.config.mixtures]
     activations = tokens * (4 * widest + 16 * dim + 2 * max(chosen, default=0)) * size

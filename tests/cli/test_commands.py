@@ -352,7 +352,6 @@ def test_other_exceptions_keep_their_traceback(inferlib, monkeypatch):
     assert result.exc_info[2] is not None
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_an_end_of_file_keeps_its_traceback(inferlib, monkeypatch):
     """Typer alone would print "Aborted." and hide where it came from."""
 
@@ -365,6 +364,7 @@ def test_an_end_of_file_keeps_its_traceback(inferlib, monkeypatch):
     assert isinstance(result.exception.__cause__, EOFError)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk_under_stdout(monkeypatch, capsys):
     # Closing it fails, too.
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:

@@ -14,6 +14,7 @@ from tests.helpers.drafters import Kind, Prompter
 from tests.helpers.llms import build_llm, random_prompts
 
 MIXED: tuple[Kind, ...] = ("right", "right", "wrong", "right", "beyond", "right", "right", "right", "negative", "none")
+BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 TRUNK = random_prompts([34], seed=3)[0]
 TAILS = random_prompts([4, 11, 6, 1, 17, 9, 3], seed=4)
@@ -35,6 +36,11 @@ JOBS: list[Job] = [
     (TAILS[2], GREEDY),
     (TAILS[3], options(max_tokens=1)),
 ]
+
+# Answers of three tokens alone, so that many drafts stand.
+IDS = [9, 40, 41]
+CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
+ALONE: list[Job] = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))]
 
 
 def run(llm: LLM, jobs: Sequence[Job]) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""How many tokens dispatches draft."""
+"""How many tokens dispatches draft, and what each module's model at `path` generates without drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from inferlib import LLM
 from inferlib.engine.profit import Profit
+from inferlib.outputs import RequestOutput
+from tests.helpers.llms import build_llm
+from tests.helpers.speculation import BUCKETS, JOBS, run
 
 
 @pytest.fixture
@@ -20,3 +24,13 @@ def counts(monkeypatch) -> Callable[..., None]:
 
     monkeypatch.setattr(Profit, "choose", lambda self, *_: self.counts[-1])
     return choose
+
+
+@pytest.fixture(scope="module")
+def without(path) -> LLM:
+    return build_llm(path, BUCKETS, decode_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)

@@ -14,11 +14,11 @@ import pytest
 from inferlib import LLM, Buckets, Speculation
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
-from inferlib.outputs import RequestOutput
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, poison
 from tests.helpers.speculation import (
+    BUCKETS,
     GREEDY,
     JOBS,
     TAILS,
@@ -31,7 +31,6 @@ from tests.helpers.speculation import (
 )
 
 pytestmark = pytest.mark.usefixtures("counts")
-BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
 # What all drafts of the model itself stand for: the others count drafts before them.
 FREE = [(TRUNK, GREEDY), (TAILS[1], options(top_k=9)), (TRUNK + TAILS[3], options(top_p=0.8)), (TRUNK[:20], GREEDY)]
 
@@ -45,16 +44,6 @@ def path(checkpoint) -> Path:
 def other(checkpoint) -> Path:
     """Another model of the same vocabulary, with other sizes."""
     return checkpoint("llama", num_hidden_layers=2, num_key_value_heads=1)
-
-
-@pytest.fixture(scope="module")
-def without(path) -> LLM:
-    return build_llm(path, BUCKETS, decode_steps=3)
-
-
-@pytest.fixture(scope="module")
-def expected(without) -> list[RequestOutput]:
-    return run(without, JOBS)
 
 
 def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:

@@ -19,7 +19,11 @@ from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, poison
 from tests.helpers.speculation import (
+    ALONE,
+    BUCKETS,
+    CHOICE,
     GREEDY,
+    IDS,
     JOBS,
     TAILS,
     TRUNK,
@@ -32,26 +36,11 @@ from tests.helpers.speculation import (
 )
 
 pytestmark = pytest.mark.usefixtures("counts")
-BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
-IDS = (9, 40, 41)
-# Answers of three tokens alone, so that many drafts of a head that chooses among them stand.
-CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
-ALONE = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))]
 
 
 @pytest.fixture(scope="module")
 def path(checkpoint) -> Path:
     return checkpoint("llama", num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def without(path) -> LLM:
-    return build_llm(path, BUCKETS, decode_steps=3)
-
-
-@pytest.fixture(scope="module")
-def expected(without) -> list[RequestOutput]:
-    return run(without, JOBS)
 
 
 @pytest.fixture(scope="module")

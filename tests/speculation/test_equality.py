@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from inferlib import LLM, Buckets
+from inferlib import Buckets
 from inferlib.config import ConfigurationError
 from inferlib.ops.backend import Backend
-from inferlib.outputs import RequestOutput
 from inferlib.programs import program
 from inferlib.programs.counter import compilations
 from inferlib.speculation.settings import Speculation
@@ -35,16 +34,6 @@ pytestmark = pytest.mark.usefixtures("counts")
 @pytest.fixture(scope="module")
 def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def without(path) -> LLM:
-    return build_llm(path, Buckets(prefill=(8,), batch=(4,), cache=(64,)), decode_steps=3)
-
-
-@pytest.fixture(scope="module")
-def expected(without) -> list[RequestOutput]:
-    return run(without, JOBS)
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ()], ids=["branches", "no branches"])

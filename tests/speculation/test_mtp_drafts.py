@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from inferlib import LLM, Buckets, Speculation, convert, explain
+from inferlib import LLM, Speculation, convert, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.config import ConfigError
 from inferlib.outputs import RequestOutput
@@ -17,10 +16,10 @@ from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.mtp import PublishedMtp, make_target
 from tests.helpers.speculation import (
-    GREEDY,
+    ALONE,
+    BUCKETS,
+    IDS,
     JOBS,
-    TAILS,
-    TRUNK,
     assert_nothing_compiles,
     assert_same,
     counted_drafts,
@@ -30,11 +29,6 @@ from tests.helpers.speculation import (
 from tests.helpers.tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("counts")
-BUCKETS = Buckets(prefill=(8,), batch=(4,), cache=(64,))
-IDS = [9, 40, 41]
-# Answers of three tokens alone, so that many drafts stand.
-CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
-ALONE = [(TRUNK, CHOICE), (TAILS[4], dataclasses.replace(CHOICE, max_tokens=47))]
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +36,6 @@ def path(tmp_path_factory) -> Path:
     folder = make_target(tmp_path_factory.mktemp("target"), "deepseek_v3")
     write_tokenizer(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def without(path) -> LLM:
-    return build_llm(path, BUCKETS, decode_steps=3)
-
-
-@pytest.fixture(scope="module")
-def expected(without) -> list[RequestOutput]:
-    return run(without, JOBS)
 
 
 @torch.no_grad()
