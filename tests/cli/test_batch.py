@@ -7,6 +7,7 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -295,12 +296,17 @@ def test_resume_with_another_input(batch):
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes of any file fails, in part, as on a full disk."""
+    """Writing beyond `size` bytes of any file fails, in part, as on a full disk.
+
+    Python 3.11 would also keep a part of a compiled module, and every later process would read that.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = wrote
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
