@@ -1,6 +1,9 @@
 """What structured outputs cost: tokens/s of prompts that follow a grammar, beside the same prompts without.
 
     python benchmarks/structured.py --model smollm2 --batch 1,16,64
+    python benchmarks/structured.py --model smollm2 --config llama3-8b --batch 64
+
+With --config the model has that shape and random weights; the tokenizer, and so the vocabulary, stay --model's.
 
 Each prompt generates --tokens tokens, greedily: a list of JSON objects that does not end before. Columns: no prompt
 follows a grammar, every second one does, all do; and of the last how long the host takes for the masks of a step, the
@@ -12,13 +15,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from unittest.mock import patch
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
-from inferlib import LLM, Buckets, SamplingParams, StructuredOutputs
+from inferlib import LLM, Buckets, SamplingParams, StructuredOutputs, configs
 from inferlib.engine import engine as engines
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.families import config_from_hf
 from inferlib.outputs import RequestOutput
 
 PERSON = {
@@ -53,6 +60,8 @@ class MaskTimer:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--config", choices=configs.names(), help="a shape from configs/, random weights")
+    parser.add_argument("--layers", type=int, help="only so many layers of it")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--batch", default="1,16,64", help="prompts at once, with commas between them")
     parser.add_argument("--tokens", type=int, default=128)
@@ -60,6 +69,21 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.batch = [int(batch) for batch in args.batch.split(",")]
     return args
+
+
+class RandomFiles(ModelFiles):
+    """A checkpoint of another shape than its weights, which are random."""
+
+    @staticmethod
+    def shaped(args: argparse.Namespace) -> RandomFiles:
+        """--model's tokenizer, and the shape that --config names."""
+        files = ModelFiles.open(args.model)
+        hf = configs.load(args.config) | {"vocab_size": files.config.vocab}
+        hf["num_hidden_layers"] = args.layers or hf["num_hidden_layers"]
+        return RandomFiles(files.path, hf, config_from_hf(hf), files.source, files.tokenizer)
+
+    def load(self, model: AbstractModel, **_) -> tuple[jax.Array, ...]:
+        return model.random_weights()
 
 
 def generate(llm: LLM, batch: int, constrained: int, tokens: int) -> tuple[float, list[RequestOutput]]:
@@ -95,11 +119,13 @@ def main() -> None:
     length = 32 + args.tokens
     length += -length % 32
     names = "prompts", "none constrained", "half", "all", "masks, ms a step", "lowest"
-    table = Table(*names, title=f"{args.model} on {jax.devices()[0].device_kind}, tokens/s")
-    for batch in args.batch:
-        buckets = Buckets((32,), (batch,), (length,))
-        llm = LLM(args.model, dtype=args.dtype, max_batch=batch, max_len=length, buckets=buckets, progress=False)
-        table.add_row(*row(llm, batch, args))
+    table = Table(*names, title=f"{args.config or args.model} on {jax.devices()[0].device_kind}, tokens/s")
+    shaped = RandomFiles.shaped(args) if args.config else ModelFiles.open(args.model)
+    with patch("inferlib.llm.ModelFiles.open", lambda *_, **__: shaped):
+        for batch in args.batch:
+            buckets = Buckets((32,), (batch,), (length,))
+            llm = LLM(args.model, dtype=args.dtype, max_batch=batch, max_len=length, buckets=buckets, progress=False)
+            table.add_row(*row(llm, batch, args))
     Console().print(table)
 
 

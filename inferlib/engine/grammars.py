@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +17,36 @@ from inferlib.sampling.structured import StructuredOutputs
 from inferlib.tokenizer import Tokenizer
 
 _CACHED = 32  # compiled grammars, some of which take megabytes
+_MATCHERS = 16  # most matchers of a grammar
+_QUICK = 0.05  # seconds; what takes longer to compile is compiled once
+
+
+@dataclass
+class _Matcher:
+    """A compiled grammar at its beginning, and the sequences that follow copies of it.
+
+    matcher: an `LLMatcher`. Its copies share a lexer and its lock, so only one of them makes a mask at a time.
+    """
+
+    matcher: Any
+    users: weakref.WeakSet[Constraint] = field(default_factory=weakref.WeakSet)
+
+
+@dataclass
+class _Compiled:
+    """The matchers of a grammar. quick: compiling another one takes little time."""
+
+    matchers: list[_Matcher]
+    quick: bool
+
+    def least_used(self) -> _Matcher:
+        return min(self.matchers, key=lambda x: len(x.users))
+
+    @property
+    def wants_more(self) -> bool:
+        """True if a further sequence should get a matcher of its own, to make its masks beside the others'."""
+        few = len(self.matchers) < min(_MATCHERS, os.cpu_count() or 1)
+        return self.quick and few and len(self.least_used().users) > 0
 
 
 class Grammars:
@@ -24,7 +57,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab: int):
         self.tokenizer, self._eos_ids, self._vocab = tokenizer, eos_ids, vocab
-        self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()  # `LLMatcher`s
+        self._compiled: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._tokens: Any = None  # the tokens as llguidance has them, `LLTokenizer`
 
@@ -44,21 +77,29 @@ class Grammars:
         assert self.tokenizer is not None
         key = replace(wanted, after=None)
         with self._lock:
+            if self._tokens is None:
+                self._tokens = self._read_tokens(_llguidance())
             compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compile(key)
+            more = compiled is None or compiled.wants_more
+        if more:
+            start = time.perf_counter()
+            another = _Matcher(self._compile(key))
+            quick = time.perf_counter() - start < _QUICK
         with self._lock:
-            self._compiled[key] = compiled
+            compiled = self._compiled.setdefault(key, _Compiled([], quick=False))
+            if more:
+                compiled.matchers.append(another)
+                compiled.quick = quick
             self._compiled.move_to_end(key)
             while len(self._compiled) > _CACHED:
                 self._compiled.popitem(last=False)
-        return Constraint(compiled.deep_copy(), self._tokens, self.tokenizer, wanted.after)
+            chosen = compiled.least_used()
+            constraint = Constraint(chosen.matcher.deep_copy(), self._tokens, self.tokenizer, wanted.after)
+            chosen.users.add(constraint)
+        return constraint
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         library = _llguidance()
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = self._read_tokens(library)
         where = f"structured_outputs.{wanted.kind}"
         try:
             if wanted.kind == "json":

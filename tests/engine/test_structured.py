@@ -241,6 +241,23 @@ def test_streams_compile_their_grammar_in_a_thread_and_abort_frees_it(llm):
     assert_accounted(llm.engine)
 
 
+def test_sequences_of_one_grammar_share_few_matchers(llm, monkeypatch):
+    """Copies of a matcher wait for each other, so that sequences that run together get several."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    grammars, compiled = llm._grammars, []
+    compile = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda wanted: compiled.append(wanted) or compile(wanted))
+    wanted = StructuredOutputs(regex="[a-f]{1,40}")
+    for _ in range(2):  # one after the other
+        grammars.constraint(wanted)
+    assert len(compiled) == 1
+    together = [grammars.constraint(wanted) for _ in range(8)]
+    assert len(compiled) == 3
+    del together
+    grammars.constraint(wanted)
+    assert len(compiled) == 3
+
+
 def test_several_processes_refuse_them(llm, monkeypatch):
     monkeypatch.setattr(llm, "_channel", object())
     with pytest.raises(ValueError, match="structured_outputs run in one process, and several processes share this"):
