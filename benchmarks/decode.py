@@ -46,6 +46,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.quantized import nbytes
+from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
@@ -255,6 +256,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     hf = args.files.hf if args.files else configs.load(args.config)
+    prepare_jax()
     # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
     on_cpu = in_child(jax.default_backend) == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")

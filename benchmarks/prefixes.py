@@ -29,6 +29,7 @@ from inferlib.engine.memory import device_memory, with_memory
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.platforms import prepare_jax
 from inferlib.programs.counter import compilations
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
@@ -113,6 +114,7 @@ def run_config(args: argparse.Namespace, model: AbstractModel, **options) -> Eng
 
 def main() -> None:
     args = arguments()
+    prepare_jax()
     config = config_from_hf(configs.load(args.config))
     usual = EngineConfig.make(DeviceKind.of(jax.devices()[0]), 8, 1024, None, None, config)
     model = abstract_model(config, args.dtype, quantization=None, backend=usual.backend, scan=usual.scan)

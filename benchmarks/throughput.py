@@ -46,6 +46,7 @@ from inferlib.ops.quantized import SCHEMES
 from inferlib.planning.costs import Deployed
 from inferlib.planning.simulator import engine_config, kind_of_step, serve, simulate
 from inferlib.planning.trace import Offer, Service, StepTotals, at_rate, percentiles, read_trace, usual_trace
+from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
@@ -214,6 +215,7 @@ def main() -> None:
     columns: dict[str, dict[str, Any]] = {}
     # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
     peer = peer_vllm(args, hf, args.offers) if args.peer else None
+    prepare_jax()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     config, scheme = config_from_hf(hf), args.scheme
     shards = make_shards(args.parallel if args.parallel.devices > 1 else None)

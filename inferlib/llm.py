@@ -44,7 +44,7 @@ from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.outputs import BeamSearchOutput, RequestOutput
-from inferlib.platforms import leave_out_absent_tpu
+from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained
@@ -140,7 +140,7 @@ class LLM:
         adapters, decided = opened_adapters(options.pop("adapters", None), engine_options(config, options))
         check_seed(seed)
         check_flag("progress", progress, optional=True)
-        leave_out_absent_tpu()
+        prepare_jax()
         self._channel = distributed.channel()
         artifacts = _artifacts_path(artifacts, self._channel, decided)
         agreement = self._channel.agreement if self._channel else nullcontext

@@ -26,7 +26,7 @@ from inferlib.distillation.training import CHAIN, Metrics, Passes, Target, Train
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.eagle3 import abstract_head
-from inferlib.platforms import leave_out_absent_tpu
+from inferlib.platforms import prepare_jax
 
 _TESTED_AT_ONCE = 8  # rows
 _DATA = "data"  # the mesh axis
@@ -66,7 +66,7 @@ def open_run(
     progress: bool = False,
 ) -> Run:
     """The run of `distill_eagle3`, new or to go on with, its texts prepared."""
-    leave_out_absent_tpu()
+    prepare_jax()
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigurationError(f"dtype must be float32 or bfloat16, got {dtype!r:.100}")

@@ -11,7 +11,7 @@ from inferlib.config import ConfigurationError
 from inferlib.doctor import installation, kernels, rates, steps
 from inferlib.doctor.findings import DoctorReport, Finding, public
 from inferlib.nki_kernels import verify
-from inferlib.platforms import leave_out_absent_tpu
+from inferlib.platforms import prepare_jax
 
 AREAS = ("installation", "rate", "kernel", "step")
 
@@ -30,7 +30,7 @@ def examine(
     """
     if unknown := [area for area in only if area not in AREAS]:
         raise ConfigurationError(f"no area {unknown[0]!r}; there are {', '.join(AREAS)}")
-    leave_out_absent_tpu()
+    prepare_jax()
     findings: list[Finding] = []
     for finding in _findings(only, cases, started):
         findings.append(finding)

@@ -45,8 +45,8 @@ class _Compiled:
     @property
     def wants_more(self) -> bool:
         """True if a further sequence should get a matcher of its own, to make its masks beside the others'."""
-        few = len(self.matchers) < min(_MATCHERS, os.cpu_count() or 1)
-        return self.quick and few and len(self.least_used().users) > 0
+        most = min(_MATCHERS, os.cpu_count() or 1)
+        return self.quick and len(self.matchers) < most and len(self.least_used().users) > 0
 
 
 class Grammars:

@@ -62,7 +62,8 @@ def with_memory(
         config = resolve(replace(options, max_batch=half))
     if left <= 0:
         raise ConfigurationError(
-            f"the weights and a step of {config.max_batch} rows leave nothing of a device's {whole / 2**30:.1f} GiB "
+            f"the weights and a step of {config.max_batch} rows leave nothing of the {whole / 2**30:.1f} GiB that JAX "
+            "may take of a device "
             "for the cache: split the model over more devices with parallel, quantize it, or lower max_batch or the "
             "prefill buckets"
         )

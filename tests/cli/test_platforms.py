@@ -50,3 +50,17 @@ def test_only_an_absent_tpu_is_left_out(installed, chips, chosen, expected, monk
     monkeypatch.setattr(platforms, "has_tpu", lambda: chips)
     platforms.leave_out_absent_tpu()
     assert config.jax_platforms == expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen", "expected"),
+    [({"jax_cuda13_plugin"}, None, "0.9"), ({"jax_cuda13_plugin"}, "0.3", "0.3"), (set(), None, None)],
+)
+def test_most_of_a_gpu_is_for_the_cache(installed, chosen, expected, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, chosen or "")  # so that it is restored
+    if chosen is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    platforms.take_gpu_memory()
+    assert os.environ.get(name) == expected

@@ -215,7 +215,7 @@ def test_sizes_follow_from_a_device_s_memory():
     assert sized("llama3-8b", 24e9, max_batch=8).max_len < 40_000
     with pytest.raises(ConfigurationError, match="cannot hold one sequence of max_len 131072"):
         sized("llama3-8b", 24e9, max_batch=8, max_len=131072)
-    with pytest.raises(ConfigurationError, match="leave nothing of a device's 14"):
+    with pytest.raises(ConfigurationError, match="leave nothing of the 14"):
         sized("llama3-8b", 16e9)
     assert sized("gemma3-27b", 120e9).rows == 32
     assert sized("llama3-8b", 105e9, "tpu").rows == 64
