@@ -21,7 +21,8 @@ _NONE = Changes()
 
 class Call(NamedTuple):
     """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills. changes: before
-    the program starts. prefixes: of a program that takes them, see `unpack_prefixes`."""
+    the program starts. prefixes: of a program that takes them, see `unpack_prefixes`. drafts: of a program that takes
+    the host's, [B, C - 1]; it runs in one process."""
 
     key: ProgramKey
     cancel: tuple[int, ...]
@@ -29,6 +30,7 @@ class Call(NamedTuple):
     chunk: ChunkInput | None
     changes: Changes = _NONE
     prefixes: np.ndarray | None = None
+    drafts: np.ndarray | None = None
 
     def to_message(self) -> Message:
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}

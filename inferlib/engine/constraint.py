@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class Constraint:
         if self._after in self._tokenizer.decode(self._tail, skip_special_tokens=False):
             self._after, self._tail = None, []
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves one alone."""
+        return [] if self.free else self.matcher.compute_ff_tokens()
+
+    def fitting(self, tokens: list[int]) -> list[int]:
+        """The first of these tokens, as many as may follow one after the other."""
+        return tokens[: self.matcher.validate_tokens(tokens)] if tokens and not self.free else []
+
     def check(self) -> None:
         """Raise StructuredOutputError if the grammar became too complex to follow, or leads nowhere."""
         if self.matcher.is_error():
@@ -58,17 +66,28 @@ class Constraint:
         return bool(words.any())
 
 
-def fill(constraints: list[tuple[Constraint, int]], mask: np.ndarray) -> None:
-    """Write the tokens that follow in these grammars to their rows of a mask [N, W], in several threads."""
-    if not constraints:
-        return
-    from llguidance.numpy import fill_next_token_bitmask_par
+class Asked(NamedTuple):
+    """The masks that a sequence needs: one at row `at` of a mask, and one behind each draft in the rows that follow."""
 
-    words = constraints[0][0].words  # all are of one tokenizer
+    constraint: Constraint
+    at: int
+    drafts: list[int]
+
+
+def fill(asked: list[Asked], mask: np.ndarray) -> None:
+    """Write the tokens that follow in these grammars to their rows of a mask [N, W], in several threads."""
+    if not asked:
+        return
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+    words = asked[0].constraint.words  # all are of one tokenizer
     whole = mask if words == mask.shape[1] else np.zeros((len(mask), words), np.int32)
-    fill_next_token_bitmask_par(_threads(), [(constraint.matcher, at) for constraint, at in constraints], whole)
+    if without := [(x.constraint.matcher, x.at) for x in asked if not x.drafts]:
+        fill_next_token_bitmask_par(_threads(), without, whole)
+    if with_drafts := [(x.constraint.matcher, x.at, x.drafts) for x in asked if x.drafts]:
+        fill_next_token_bitmask_par_with_draft_tokens(_threads(), with_drafts, whole)
     if whole is not mask:  # a tokenizer may have more tokens than the model
-        rows = [at for _, at in constraints]
+        rows = [row for one in asked for row in range(one.at, one.at + 1 + len(one.drafts))]
         mask[rows] = whole[rows, : mask.shape[1]]
 
 

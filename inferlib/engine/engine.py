@@ -336,6 +336,8 @@ class Engine:
         call = Call(dispatch.key, tuple(scheduler.cancelled), bool(scheduler.waiting), chunk)
         if dispatch.prefixes is not None:
             call = call._replace(prefixes=dispatch.prefixes)
+        elif dispatch.drafts is not None:
+            call = call._replace(drafts=dispatch.drafts)
         if scheduler.cancelled:
             scheduler.cancelled = set()
         if scheduler.changes:
@@ -396,6 +398,8 @@ class Engine:
             inputs.append(jax.tree.map(self._input, call.chunk))
         elif call.prefixes is not None:
             inputs.append(self._prefixes(call.prefixes))
+        elif call.drafts is not None:
+            inputs.append(call.drafts)
         start = time.perf_counter()
         if self.tiers is not None:
             self.tiers.save(self.cache)
@@ -493,7 +497,7 @@ class Engine:
             return
         dispatch, output, sent = self._in_flight[0]
         places = dispatch.places(self._chunk_indices(dispatch))
-        masks, ended = masks_of(places, logits)
+        masks, ended = masks_of(places, logits, dispatch.drafts)
         if dispatch.takes_logits:
             start = time.perf_counter()
             logits: Any = jax.device_get(logits)
@@ -537,6 +541,11 @@ class Engine:
             self.stats.drafts += sum(tried)
             self.stats.accepted_drafts += sum(stood)
 
+    def _count_drafts(self, s: Sequence, count: int, stood: int) -> None:
+        """Of the host's drafts of a sequence so many stood; the next one could, if the sequence went on."""
+        self.stats.drafts += stood if s.status is Status.FINISHED else min(stood + 1, count)
+        self.stats.accepted_drafts += stood
+
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
         self._choose()
@@ -548,6 +557,8 @@ class Engine:
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
             taken = self._accept(s, columns[column]) if s.status is not Status.FINISHED else 0
+            if dispatch.drafts is not None:
+                self._count_drafts(s, int((dispatch.drafts[column] >= 0).sum()), max(taken - 1, 0))
             if taken:
                 advanced.append(s)
                 generated += taken

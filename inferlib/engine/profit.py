@@ -45,6 +45,14 @@ class Profit:
 
         return max(self.counts, key=rate)
 
+    def choose_certain(self, certain: SequenceOf[int], mode: Mode, rows: int) -> int:
+        """The same where so many drafts of each sequence are sure to stand, and no others are made."""
+
+        def rate(count: int) -> float:
+            return sum(1 + min(known, count) for known in certain) / self.seconds(mode, rows, count)
+
+        return max(self.counts, key=rate)
+
     def acceptance(self, s: Sequence) -> float:
         """How likely a draft of a sequence stands."""
         return (s.stood + _PRIOR * self.usual) / (s.tried + _PRIOR)

@@ -19,6 +19,7 @@ from inferlib.cache.snapshots import Snapshots
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.cascade import Cascade
+from inferlib.engine.forced import draft_rows, forced_tokens
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.profit import Profit, tokens_of_weights
 from inferlib.engine.replica_pages import ReplicaPages
@@ -55,6 +56,7 @@ class Dispatch:
     rows: the sequences whose rows it may advance, each by up to `key.most` tokens.
     columns: the column of each of these sequences in the tokens that the program returns.
     prefixes: what the rows share, if the program reads that once; see `Cascade.prefixes`.
+    drafts: that the host gives, see `draft_rows`.
     """
 
     key: ProgramKey
@@ -62,6 +64,7 @@ class Dispatch:
     rows: list[Sequence]
     columns: list[int]
     prefixes: np.ndarray | None = None
+    drafts: np.ndarray | None = None
 
     def places(self, chunk_indices: list[int]) -> tuple[Places, Places]:
         """The sequences that get a token from their prompt's last chunk, and from their row; each with the index of
@@ -110,6 +113,7 @@ class Scheduler:
         adapters: AdapterPool | None = None,
     ):
         self.config, self.page, self.cascade, self.tiers, self.adapters = config, plan.page, cascade, tiers, adapters
+        self._forced: dict[Sequence, list[int]] = {}  # of the dispatch that is planned
         self.profit = None if config.speculation is None else Profit(config.speculation, config.platform)
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
@@ -243,13 +247,19 @@ class Scheduler:
 
     def _drafts(self, steps: int) -> int:
         """How many tokens a decode dispatch drafts in each step: as many as pay, or none where rows would have to be
-        preempted for them, or the host changes logits."""
+        preempted for them. If the host has a part in the choice of tokens, they are those that grammars force."""
         running = [s for s in self.running.values() if s.may_be_active]
         unfinished = [s for s in running if s.unfinished]
-        if self.profit is None or not unfinished or (mode := self._mode(running)) not in DEVICE_MODES:
+        if self.profit is None or not unfinished:
             return 0
         rows = pick(self.config.row_buckets, 1 + max(s.row % self.config.rows for s in unfinished))
-        drafts = self.profit.choose(unfinished, mode, rows)
+        if (mode := self._mode(running)) in DEVICE_MODES:
+            drafts = self.profit.choose(unfinished, mode, rows)
+        else:
+            self._forced = forced_tokens(running)
+            certain = [len(self._forced.get(s, ())) for s in unfinished]
+            choices: list[Mode] = [s.choice for s in running]
+            drafts = self.profit.choose_certain(certain, max(choices, key=MODES.index), rows) if any(certain) else 0
         needed: Counter[int] = Counter()
         for s in running if drafts else ():
             more = self._pages(s.length_after(steps * (1 + drafts))) - len(s.pages)
@@ -464,11 +474,13 @@ class Scheduler:
             self._pages_of(s).written(s, chunk.start)
             if chunk.last:
                 s.status, s.scheduled, s.least = Status.DECODE, len(s.tokens) + 1, len(s.tokens) + 1
+                s.drafts = []
         for s in dict.fromkeys(chunk.sequence for chunk in chunks):
             self._saves += self._pages_of(s).saves(s)
         for s in decoding:
             s.scheduled += 1
             s.least += 1
+            s.drafts = []
         limit = max([limit, *(s.max_length for s in decoding)])
         rows = self.config.rows if decoding else 0
         sequences = [*(c.sequence for c in chunks), *decoding]
@@ -490,7 +502,14 @@ class Scheduler:
         if self.cascade is not None and not key.part and not drafts and steps == self.config.decode_steps:
             prefixes = self.cascade.prefixes(decoding, rows)
             key = replace(key, cascade=prefixes is not None)
-        self._last = Dispatch(key, [], decoding, self._columns(decoding, rows), prefixes)
+        columns, of_host = self._columns(decoding, rows), None
+        if key.part:
+            for s in decoding:
+                s.drafts = self._forced.get(s, [])[:drafts]
+            self._forced = {}
+            if drafts:
+                of_host = draft_rows(decoding, columns, rows * self.config.shards.replicas, drafts)
+        self._last = Dispatch(key, [], decoding, columns, prefixes, of_host)
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
         self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))

@@ -60,6 +60,7 @@ class Sequence:
     ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus the most that dispatches in flight generate. least: plus the
     fewest, unless it ends.
+    drafts: of its last dispatch, tokens that its grammar forces.
     tried, stood: recent drafts, and those that stood; old ones count less, see `Profit`.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
     hidden states' sum, and the last one.
@@ -96,6 +97,7 @@ class Sequence:
     ready: int = 0
     scheduled: int = 0
     least: int = 0
+    drafts: list[int] = field(default_factory=list)
     tried: float = 0.0
     stood: float = 0.0
     tokens: list[int] = field(default_factory=list)

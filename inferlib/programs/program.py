@@ -73,7 +73,7 @@ class ProgramKey:
     detail: what else a prefill returns for every prompt position, log-probabilities of the next token or the logits; or
     "embed": its hidden states, pooled over each chunk. cascade: decode steps read a prefix that rows share once for all
     of them. part: of a step, if that is two programs: up to the logits, or from them on, where limit is 0. drafts:
-    tokens of each row that a decode step verifies beside the last one.
+    tokens of each row that a decode step verifies beside the last one; of a step of two programs, the host gives them.
     """
 
     mode: Mode
@@ -153,7 +153,8 @@ def unpack_prefixes(packed: jax.Array) -> SharedPrefixes:
 
 
 class Logits(NamedTuple):
-    """float32, before any processing: of the last tokens of P chunks [P, V], and of decode rows [B, V], if any."""
+    """float32, before any processing: of the last tokens of P chunks [P, V], and of decode rows [B, V], if any; of a
+    step with drafts [B, C, V], behind a row's last token and each of its drafts."""
 
     chunks: jax.Array | None
     rows: jax.Array | None
@@ -161,10 +162,12 @@ class Logits(NamedTuple):
 
 class Masks(NamedTuple):
     """Which tokens may be chosen: of P chunks [P, W], and of decode rows [B, W], if any; W int32 words of 32 bits, see
-    `sampler.permitted`."""
+    `sampler.permitted`. Of a step with drafts: rows [B, C, W], and which of the drafts [B, C - 1] may stand; -1 never
+    does."""
 
     chunks: Any
     rows: Any
+    drafts: Any = None
 
 
 class StepOutput(NamedTuple):
@@ -193,24 +196,25 @@ def build(
     key: ProgramKey,
     drafter: ModelDrafter | None = None,
 ) -> Callable:
-    """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key; of
-    one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`.
+    """The function `(weights, cache, state, control[, chunk, prefixes or drafts]) -> (cache, state, StepOutput)` of a
+    key; of one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`.
 
-    prefixes: see `unpack_prefixes`, of a program with `cascade`. drafter: a model that drafts, whose weights and cache
-    lie behind the model's.
+    prefixes: see `unpack_prefixes`, of a program with `cascade`. drafts [B, C - 1]: of the first of two programs.
+    drafter: a model that drafts, whose weights and cache lie behind the model's.
 
     On a mesh it takes whole arrays and runs one device's part of it on each.
     """
     maker = _Maker(model, plan, config, key, drafter)
     step = maker.forward if key.mode == "embed" else maker.step
     whole = step if key.chunks else maker.decode
-    function = {"forward": maker.forward, "choose": maker.choose}.get(key.part, whole)
+    forward = maker.forward_drafts if key.drafts else maker.forward
+    function = {"forward": forward, "choose": maker.choose}.get(key.part, whole)
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
     state = map_state(spec, config_axes(config, drafter))
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
-    more = (spec((axes.ROWS, None)),) if key.cascade else more
+    more = (spec((axes.ROWS, None)),) if key.cascade or (key.drafts and key.part == "forward") else more
     tally = config.speculation is not None and not key.chunks and not key.part
     output = _output_specs(spec, key, load=config.expert_load, tally=tally)
     if key.part == "choose":
@@ -275,12 +279,15 @@ def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool) -
 
 def _logits_specs(spec: Callable, key: ProgramKey) -> Logits:
     one = spec((axes.ROWS, axes.VOCAB))
-    return Logits(one if key.chunks else None, one if key.rows else None)
+    return Logits(
+        one if key.chunks else None,
+        (spec((axes.ROWS, None, axes.VOCAB)) if key.drafts else one) if key.rows else None,
+    )
 
 
 def _masks_specs(spec: Callable, key: ProgramKey) -> Masks:
     one = spec((axes.ROWS, None))
-    return Masks(one if key.chunks else None, one if key.rows else None)
+    return Masks(one if key.chunks else None, one if key.rows else None, one if key.drafts else None)
 
 
 def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
@@ -611,6 +618,17 @@ class _Maker:
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
 
+    def forward_drafts(self, weights, cache, state: RowState, packed: jax.Array, drafts: jax.Array):
+        """A decode step until its logits, over each row's last token and the host's drafts [B, C - 1], -1 where it has
+        none."""
+        state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
+        rows = state.head(self.key.rows)
+        ran, logits, _ = self.draft_logits(weights, cache, rows, drafts, self.mailboxes())
+        batch, _ = verification_batch(rows, drafts, self.model.config.vocab)
+        cache, state = self.followed(weights, ran, state, batch, None)
+        output = StepOutput(jnp.zeros((1, 0), jnp.int32), load=ran.load, logits=Logits(None, logits))
+        return cache, state, output
+
     def choose(
         self, state: RowState, logits: Logits, masks: Masks, chunk: ChunkInput | None = None
     ) -> tuple[RowState, StepOutput]:
@@ -618,8 +636,7 @@ class _Maker:
         scored = self.key.mode == "logprobs"
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if logits.rows is not None:
-            rows, sampled = self.advance(state.head(self.key.rows), logits.rows, masks.rows)
-            whole = jax.tree.map(lambda x: x[None], sampled)
+            rows, whole = self.choose_rows(state.head(self.key.rows), logits.rows, masks)
             output = output._replace(tokens=whole.token, sampled=whole if scored else None)
             state = state.with_head(rows)
         if chunk is not None and logits.chunks is not None:
@@ -627,6 +644,18 @@ class _Maker:
             state, first = self.admit(state, logits.chunks, masks.chunks, chunk, info)
             output = output._replace(chunk_tokens=first.token, chunk_sampled=first if scored else None)
         return state, output
+
+    def choose_rows(self, rows: RowState, logits: jax.Array, masks: Masks) -> tuple[RowState, Sampled]:
+        """The rows behind their next token, and this, [1, B]; or with drafts [C, B]."""
+        if not self.key.drafts:
+            rows, sampled = self.advance(rows, logits, masks.rows)
+            return rows, jax.tree.map(lambda x: x[None], sampled)
+
+        def advance(rows: RowState, i: int) -> tuple[RowState, Sampled]:
+            return self.advance(rows, logits[:, i], masks.rows[:, i])
+
+        rows, sampled, _ = accepted(advance, rows, masks.drafts, logits.shape[1])
+        return rows, sampled
 
     def pooled(self, decoder: Decoder, chunks: jax.Array, valid: jax.Array, lengths: jax.Array) -> jax.Array:
         """Of hidden states [P, C, D] after the final norm, the sum over each chunk's tokens and the last one's:

@@ -447,8 +447,9 @@ class ProgramSet:
         config, shards, struct, state = self.config, self.config.shards, self._struct, self.state
         chunk = (self._chunk(key),) if key.chunks else ()
         if key.part == "choose":
-            logits = Logits(self._logits(key.chunks), self._logits(key.rows))
-            return state, logits, Masks(self._mask(key.chunks), self._mask(key.rows)), *chunk
+            logits = Logits(self._logits(key.chunks), self._logits(key.rows, key.drafts))
+            masks = Masks(self._mask(key.chunks), self._mask(key.rows, key.drafts), self._drafts(key))
+            return state, logits, masks, *chunk
         weights = tuple(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.specs, self.formats, strict=True)
@@ -459,17 +460,28 @@ class ProgramSet:
             tiles, width = prefix_shape(key.rows)
             prefixes = struct((shards.replicas * tiles, width), jnp.int32, (axes.ROWS, None))
             return weights, cache, state, control, prefixes
+        if key.part and key.drafts:
+            return weights, cache, state, control, self._drafts(key)
         return weights, cache, state, control, *chunk
 
-    def _logits(self, rows: int) -> Any:
+    def _logits(self, rows: int, drafts: int = 0) -> Any:
         """Logits of so many rows of each replica as a shape; None of none."""
-        shape = rows * self.config.shards.replicas, self.state.counts.shape[1]
-        return self._struct(shape, jnp.float32, (axes.ROWS, axes.VOCAB)) if rows else None
+        return self._of_rows(rows, drafts, self.state.counts.shape[1], jnp.float32, axes.VOCAB)
 
-    def _mask(self, rows: int) -> Any:
+    def _mask(self, rows: int, drafts: int = 0) -> Any:
         """The masks of so many rows of each replica as a shape; None of none."""
-        shape = rows * self.config.shards.replicas, mask_words(self.state.counts.shape[1])
-        return self._struct(shape, jnp.int32, (axes.ROWS, None)) if rows else None
+        return self._of_rows(rows, drafts, mask_words(self.state.counts.shape[1]), jnp.int32, None)
+
+    def _of_rows(self, rows: int, drafts: int, width: int, dtype: Any, axis: str | None) -> Any:
+        """An array of a step of two programs: [rows, width], or with drafts [rows, C, width]."""
+        positions = (1 + drafts,) if drafts else ()
+        shape = rows * self.config.shards.replicas, *positions, width
+        return self._struct(shape, dtype, (axes.ROWS, *[None] * len(positions), axis)) if rows else None
+
+    def _drafts(self, key: ProgramKey) -> Any:
+        """The drafts that the host gives as a shape; None of none."""
+        shape = key.rows * self.config.shards.replicas, key.drafts
+        return self._struct(shape, jnp.int32, (axes.ROWS, None)) if key.drafts else None
 
     def _chunk(self, key: ProgramKey) -> ChunkInput:
         """The chunks of a key as shapes."""
@@ -541,6 +553,8 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
                 steps = {config.decode_steps, *([1] if rows in config.one_step_buckets else [])}
                 sizes = itertools.product(sorted(steps), config.speculation.counts)
                 keys += [ProgramKey(mode, rows, limit, k, drafts=count) for k, count in sizes]
+            if config.speculation is not None and mode == "processed":
+                keys += [ProgramKey(mode, rows, limit, drafts=count) for count in config.speculation.counts]
             if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
         for chunks, chunk in config.prefill_shapes():

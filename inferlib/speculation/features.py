@@ -78,7 +78,10 @@ class FeatureDrafter:
         )
         inputs = jnp.concatenate([fused[:split], hidden.reshape(-1, hidden.shape[-1])])
         _, caches = self._run(tools, batch, inputs, caches)
-        pending = Pending(step.rows.pending.features.at[:, 0].set(fused[split:]), step.rows.lengths)
+        counts = step.batch.decode_counts
+        stored = fused[split:].reshape(*step.batch.decode_tokens.shape, fused.shape[1])
+        stored = stored if counts is None else rolled(stored, -counts)
+        pending = Pending(step.rows.pending.features.at[:, : stored.shape[1]].set(stored), step.rows.lengths)
         chunks = fused[:split].reshape(*step.following.shape, fused.shape[1])
         last = jnp.maximum(step.batch.chunk_lengths - 1, 0)
         return AfterStep(caches, pending, jnp.take_along_axis(chunks, last[:, None, None], axis=1)[:, 0])

@@ -17,7 +17,7 @@ import tokenizers
 
 from inferlib import LLM, AsyncLLM, Buckets, SamplingParams, StructuredOutputs
 from inferlib.config import ConfigurationError
-from inferlib.engine.constraint import fill
+from inferlib.engine.constraint import Asked, fill
 from inferlib.engine.grammars import Grammars
 from inferlib.engine.scheduler import Scheduler
 from inferlib.sampling.structured import StructuredOutputError
@@ -292,7 +292,7 @@ def test_tokens_of_sentencepiece_and_bytes(vocab):
 
     def allowed() -> set[int]:
         mask = np.full((2, -(-vocab // 32)), -1, np.int32)
-        fill([(constraint, 1)], mask)
+        fill([Asked(constraint, 1, [])], mask)
         assert (mask[0] == -1).all()
         return set(np.flatnonzero(np.unpackbits(mask[1].view(np.uint8), bitorder="little")))
 

@@ -1,0 +1,109 @@
+"""Tokens that grammars force go through as drafts: they are what they are without speculation, in fewer steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from inferlib import Speculation, StructuredOutputs
+from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
+from tests.helpers.eagle3 import make_head
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm
+from tests.helpers.poison import before_each_dispatch, poison
+from tests.helpers.speculation import BUCKETS, GREEDY, TAILS, TRUNK, assert_same, options, run, tight
+
+pytestmark = pytest.mark.usefixtures("pays")
+PLACES = StructuredOutputs(choice=["London is large", "Lima, they say, is larger"])
+PLACE = {"type": "object", "properties": {"place": {"enum": ["a", "bc"]}, "seat": {"type": "boolean"}}}
+PLACE |= {"required": ["place", "seat"], "additionalProperties": False}
+OBJECT = StructuredOutputs(json=PLACE, whitespace_pattern="")
+JOBS = [
+    (TAILS[0], dataclasses.replace(GREEDY, structured_outputs=OBJECT, ignore_eos=False, max_tokens=50)),
+    (TRUNK[:20], options(structured_outputs=OBJECT, ignore_eos=False, max_tokens=44, logprobs=2)),
+    (TAILS[2], options(structured_outputs=PLACES, max_tokens=40)),
+    # The grammar ends where no end may be chosen, its tokens where drafts are left, and a stop token amid drafts.
+    (TRUNK, options(structured_outputs=PLACES, min_tokens=28, max_tokens=30)),
+    (TAILS[3], options(structured_outputs=PLACES, max_tokens=12)),
+    (TAILS[4], options(structured_outputs=PLACES, stop_token_ids=[3], max_tokens=40)),
+    (TAILS[5], options(structured_outputs=StructuredOutputs(choice=["no"], after="e"), max_tokens=50)),
+    (TAILS[6], dataclasses.replace(GREEDY, max_tokens=60)),
+]
+
+
+@pytest.fixture
+def pays(counts, monkeypatch) -> None:
+    """Dispatches verify as many drafts as they may."""
+    monkeypatch.setattr("inferlib.engine.profit.Profit.choose_certain", lambda self, *_: self.counts[-1])
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint) -> Path:
+    return checkpoint("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)
+
+
+def test_tokens_are_those_without(path, without, expected):
+    """With rows that lose their pages; the second time from the cache, where what is not valid holds NaN."""
+    llm = tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")
+    assert_same(run(llm, JOBS), expected)
+    with before_each_dispatch(llm, poison):
+        assert_same(run(llm, JOBS), expected)
+    assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.accepted_drafts
+    assert json.loads(expected[0].outputs[0].text)["place"] in ("a", "bc")
+
+
+def test_forced_tokens_take_fewer_steps(path, without):
+    """Alone, all drafts of a grammar stand: the first of forced tokens comes by itself, the others four at a time."""
+    letters = StructuredOutputs(choice=["a b c d e f g h"])
+    job = (TAILS[0], dataclasses.replace(GREEDY, structured_outputs=letters, ignore_eos=False))
+    (wanted,) = run(without, [job])
+    llm = build_llm(path, BUCKETS, speculation="ngram:3")
+    assert_same(run(llm, [job]), [wanted])
+    stats, count = llm.stats, len(wanted.outputs[0].token_ids)
+    assert stats.drafts == stats.accepted_drafts
+    assert count - stats.accepted_drafts <= 2 + count // 4
+    assert stats.dispatches <= 3 + count // 4
+
+
+# ---- further cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft", "eagle3", "mesh"])
+def test_beside_models_that_draft_and_on_a_mesh(method, path, expected, tmp_path):
+    """What a model has of its cache follows: drafts of the model itself all stand, behind the forced ones of others."""
+    if method == "mesh":
+        llm = build_llm(path, BUCKETS, parallel="dp=2,tp=2", speculation="ngram:3")
+    else:
+        model = path if method == "draft" else make_head(tmp_path / "head", path, 40)
+        llm = tight(path, BUCKETS, decode_steps=3, speculation=Speculation(method, 3, model))
+    assert_same(run(llm, JOBS), expected)
+    assert_accounted(llm.engine)
+    assert llm.stats.accepted_drafts
+    if method == "draft":
+        before = dataclasses.replace(llm.stats)
+        jobs = [JOBS[0], (TAILS[6], dataclasses.replace(GREEDY, max_tokens=40))]
+        run(llm, jobs)
+        stats = llm.stats
+        assert stats.drafts - before.drafts == stats.accepted_drafts - before.accepted_drafts > 20
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(path, expected):
+    llm = tight(path, dataclasses.replace(BUCKETS, cache=(64,)), decode_steps=2, speculation="ngram:3")
+    llm.warmup(("greedy", "sample", "logprobs", "processed"))
+    before = compilations()
+    assert_same(run(llm, JOBS), expected)
+    assert llm.stats.accepted_drafts
+    assert compilations() == before
