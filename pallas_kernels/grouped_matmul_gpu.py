@@ -1,4 +1,4 @@
-"""Products of decode-sized batches with weights of many groups on NVIDIA GPUs: each weight is read once, as stored.
+"""Products with weights of many groups on NVIDIA GPUs: each weight is read as it is stored.
 
 XLA copies the weights of chosen experts before it multiplies, and unpacks quantised ones to memory. A program of this
 kernel takes a tile of rows of one group and some columns of its weight, and unpacks in registers.
@@ -17,6 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 
 PROGRAMS = 2 * 132  # enough programs to fill the SMs of an H100 or H200
 _PACKED = ("int4", "float4_e2m1fn")
+# Rows of a group from which arithmetic bounds the kernel, not the weights' bytes. Qwen3-30B-A3B's gate and up took an
+# H100 0.82 ms instead of 1.64 with 512 rows a group, and 0.37 instead of 0.49 with 128.
+_MANY = 128
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ def blocks(
         columns, depth = (64, 64)
     if group is not None:
         depth = max(depth, group) if powers else group
+    if jnp.dtype(dtype) == jnp.bfloat16 and total // groups >= _MANY:
+        columns = 256 if total // groups >= 2 * _MANY and outputs >= 256 else 128
+        return Blocks(128, columns, 64, warps=8)
     programs, splits = PROGRAMS // (min(total, groups) * parts * pl.cdiv(outputs, columns)), 1
     while splits < programs and inputs // (2 * splits) >= 512:
         splits *= 2

@@ -71,7 +71,7 @@ def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
         check(got[token_of_row], expected, dtype)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize("scheme", [None, "int8", "mxfp4"])
 def test_blocks_change_nothing(scheme, rows):
     rng, sizes = np.random.default_rng(0), np.array([40, 0, 7], np.int32)
@@ -125,4 +125,6 @@ def test_blocks_of_usual_shapes():
     assert blocks(8, 8, 2, 2048, 768, jnp.bfloat16, None).splits == 1
     assert [blocks(n, 1, 1, 4096, 4096, jnp.int4, 128).rows for n in (9, 16, 17, 128)] == [16, 16, 64, 64]
     assert [blocks(9, 1, 1, 4096, 4096, jnp.int4, 32, powers).depth for powers in (False, True)] == [32, 64]
-    assert [blocks(n, 128, 2, 2048, 768, jnp.bfloat16, None).rows for n in (128, 4096, 65536)] == [16, 64, 64]
+    assert [blocks(n, 128, 2, 2048, 768, jnp.bfloat16, None).rows for n in (128, 4096, 16384)] == [16, 64, 128]
+    assert blocks(65536, 128, 2, 2048, 768, jnp.bfloat16, None) == Blocks(128, 256, 64, warps=8)
+    assert blocks(65536, 128, 2, 2048, 768, jnp.float32, None).rows == 64  # more would not fit on chip
