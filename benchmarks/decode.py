@@ -3,6 +3,7 @@
     python benchmarks/decode.py --config llama3-8b --batch 1,64 --cache 2048 --peer hf
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
     python benchmarks/decode.py --config llama3-8b --batch 1,16,64 --quantization fp8_a8 --prefill 32x2000
+    python benchmarks/decode.py --config llama3-8b --batch 8 --cache 32768 --attention-pages quest:16
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full except
 for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts. "host
@@ -10,7 +11,8 @@ us" is our own Python per dispatch, "enqueue us" the call that starts a program.
 medians, since pauses of Python's garbage collector fall on either by chance. The floor of a step is the bytes that it
 must read (weights once, each live key and value once, and the experts that are chosen if all are equally likely) over
 the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on a GPU with a static cache and
-torch.compile, on a CPU unchanged; hf-plain: unchanged on both. --prefill NxL also times N prompts of L tokens, from the
+torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the floor has what is read of
+the cache, and the summaries. --prefill NxL also times N prompts of L tokens, from the
 first's start to the last's first token.
 """
 
@@ -36,7 +38,7 @@ from rich.table import Table
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
-from inferlib.config import DeviceKind, EngineConfig, backend_option
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize, backend_option
 from inferlib.doctor.rates import copy_bandwidth
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
@@ -46,6 +48,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.quantized import nbytes
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
@@ -59,9 +62,9 @@ def large_copies() -> float:
     return copy_bandwidth(1 << 30 if jax.default_backend() == "gpu" else 1 << 26)
 
 
-def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
-    """Bytes that one decode step must read: the live cache, and all weights but embedding tables, and the experts that
-    tokens choose if all are equally likely."""
+def step_bytes(model: AbstractModel, batch: int, length: int, selection: PageSelection | None = None) -> float:
+    """Bytes that one decode step must read: the live cache, or what is selected of it and all summaries, and all
+    weights but embedding tables, and the experts that tokens choose if all are equally likely."""
     config, total = model.config, 0.0
     for weight in model.weights:
         if model.looks_up(weight.name):
@@ -71,13 +74,16 @@ def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
             mlp: Any = config.layers[model.layers_of(weight.block or 0)[0]].mlp
             share = mlp.read_share(batch)
         total += share * sum(nbytes(array.shape, array.dtype) for array in weight.arrays)
-    plan = plan_cache(model, rows=1, max_len=length, chunk=1, dtype=model.dtype)
+    pool = PoolSize(selection=selection)
+    plan = plan_cache(model, rows=1, max_len=length, chunk=1, dtype=model.dtype, pool=pool)
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         if isinstance(block, BlockState):
             total += batch * len(layers) * block.row_bytes()
             continue
         seen = min(length, config.layers[layers[0]].attention.reach or length)
-        total += batch * len(layers) * seen * sum(array.position_bytes() for array in block.arrays)
+        cells, summaries = (sum(x.position_bytes() for x in part) for part in (block.arrays, block.summaries))
+        read = seen if block.block is None or selection is None else min(seen, selection.count * block.block)
+        total += batch * len(layers) * (read * (cells - summaries) + seen * summaries)
     return total
 
 
@@ -114,18 +120,29 @@ def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Q
     return replace(quantization, unquantized=tuple(sorted(others)))
 
 
-def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
-    """The engine's defaults on the devices of this machine, without prefix caching: `occupy`'s rows have no prompt."""
-    kind = DeviceKind.of(jax.devices()[0])
-    config = EngineConfig.make(kind, batch, cache, None, shards, model, backend=backend)
+def engine_config(
+    model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto", pages: str | None = None
+) -> EngineConfig:
+    """The engine's defaults on the devices of this machine, without prefix caching: `occupy`'s rows have no prompt.
+    pages: the option `attention_pages`."""
+    options = EngineOptions(max_batch=batch, max_len=cache, backend=backend, attention_pages=pages)
+    config = options.resolve(DeviceKind.of(jax.devices()[0]), shards, model)
+    config.check_model(model)
     return replace(config, prefix_caching=False)
 
 
 def measure(
-    model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards, backend: str = "auto"
+    model: AbstractModel,
+    weights,
+    batch: int,
+    cache: int,
+    steps: int,
+    shards: Shards,
+    backend: str = "auto",
+    pages: str | None = None,
 ) -> dict:
-    """Median ms per step of the engine's own loop, and the host's share."""
-    config = engine_config(model.config, batch, cache, shards, backend)
+    """Median ms per step of the engine's own loop, and the host's share. pages: see `engine_config`."""
+    config = engine_config(model.config, batch, cache, shards, backend, pages)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
     block, times, hosts, enqueues = max(8, config.decode_steps), [], [], []
@@ -147,7 +164,7 @@ def measure(
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
-        "gb_per_second": step_bytes(model, batch, cache - steps // 2) / step / 1e9,
+        "gb_per_second": step_bytes(model, batch, cache - steps // 2, config.attention_pages) / step / 1e9,
         "host_us": statistics.median(hosts) * 1e6,
         "enqueue_us": statistics.median(enqueues) * 1e6,
     }
@@ -237,6 +254,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
     )
+    parser.add_argument("--attention-pages", help="what a step reads of a row, such as quest:16; default: all")
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--prefill", metavar="NxL", help="also time N prompts of L tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
@@ -266,12 +284,13 @@ def main() -> None:
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
     with user_errors(args.parser):
-        run = engine_config(config, args.batches[0], args.cache, Shards(), args.backend)
+        run = engine_config(config, args.batches[0], args.cache, Shards(), args.backend, args.attention_pages)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     with user_errors(args.parser), explained("making the weights", ProgramSet.make(model, run).demand):
         weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
     copy = large_copies()
-    rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in args.batches]
+    how = Shards(), args.backend, args.attention_pages
+    rows = [measure(model, weights, b, args.cache, args.steps, *how) for b in args.batches]
     for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
         if args.peer:
@@ -280,11 +299,12 @@ def main() -> None:
     prefill = prefill_rate(model, weights, *args.prefill, args.backend) if args.prefill else None
     if args.json:
         for row in rows:
-            print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **row}))
+            pages = {"attention_pages": args.attention_pages}
+            print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **pages, **row}))
         if prefill:
             print(json.dumps({"model": args.name, "device": device, "prefill_tokens_per_second": prefill}))
     else:
-        stored = args.quantization or dtype
+        stored = f"{args.quantization or dtype}{f', {args.attention_pages}' if args.attention_pages else ''}"
         show(f"{args.name}, {stored}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
         if prefill:
             print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens: {prefill:,.0f} tokens/s")

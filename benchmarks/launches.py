@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import configs
-from inferlib.config import EngineConfig
+from inferlib.config import DeviceKind, EngineOptions
 from inferlib.inspection.hlo import Instruction, Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
@@ -62,13 +62,13 @@ def device() -> Any:
 
 
 def launches(
-    model: ModelConfig, layers: int, batch: int, cache: int, quantization: Quantization | None
+    model: ModelConfig, layers: int, options: EngineOptions, quantization: Quantization | None
 ) -> list[Instruction]:
     """The launches of a decode step of the first `layers` layers, in order."""
-    config = EngineConfig.make("gpu", batch, cache)
+    config = options.resolve(DeviceKind("gpu"))
     first = replace(model, layers=model.layers[:layers])
     abstract = abstract_model(first, "bfloat16", backend=config.backend, scan=config.scan, quantization=quantization)
-    programs, key, gpu = ProgramSet.make(abstract, config), ProgramKey("greedy", batch, cache), device()
+    programs, key, gpu = ProgramSet.make(abstract, config), ProgramKey("greedy", config.rows, config.max_len), device()
     on_gpu = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
     inputs = jax.tree.map(lambda x: on_gpu(x.shape, x.dtype), programs.inputs(key))
     step = jax.jit(build(programs.model, programs.plan, programs.config, key), donate_argnums=(1, 2))
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
+    parser.add_argument("--attention-pages", help="what a step reads of a row, such as quest:16; default: all")
     parser.add_argument("--layers", type=int, default=4, help="number of layers to compile, at least 2")
     args = parser.parse_args()
     if (args.experts_only and not args.quantization) or args.layers < 2:
@@ -102,7 +103,8 @@ def main() -> None:
     scheme = args.quantization and Quantization.named(args.quantization)
     if args.experts_only:
         scheme = of_experts(scheme, model, "bfloat16")
-    counted = partial(launches, model, batch=args.batch, cache=args.cache, quantization=scheme)
+    options = EngineOptions(max_batch=args.batch, max_len=args.cache, attention_pages=args.attention_pages)
+    counted = partial(launches, model, options=options, quantization=scheme)
     all_launches = counted(args.layers)
     each = len(all_launches) - len(counted(args.layers - 1))
     end = next(n for n, launch in enumerate(all_launches) if place(launch).startswith("head"))

@@ -21,6 +21,7 @@ from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -60,12 +61,14 @@ class PoolSize(NamedTuple):
 
     page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
     the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: of rings and states, of
-    each replica; None: as `plan_cache` finds right.
+    each replica; None: as `plan_cache` finds right. selection: which blocks of its pages decode steps read, of which
+    there are summaries; None: all.
     """
 
     page: int = 128
     memory: int | None = None
     snapshots: int | None = 0
+    selection: PageSelection | None = None
 
 
 class DeviceKind(NamedTuple):
@@ -214,6 +217,14 @@ def speculation_option(value: Any) -> Speculation | None:
     """See `Speculation.read`. Raises ConfigurationError."""
     try:
         return Speculation.read(value)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def selection_option(value: Any) -> PageSelection | None:
+    """See `PageSelection.read`. Raises ConfigurationError."""
+    try:
+        return PageSelection.read(value)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
 
@@ -368,6 +379,7 @@ class EngineConfig:
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     speculation: what drafts tokens that decode steps verify; None: nothing does.
+    attention_pages: which pages of a row decode steps read; None: all.
     adapters: how many adapters may be on the devices; None: programs take none.
     """
 
@@ -394,12 +406,14 @@ class EngineConfig:
     snapshots: int | None = None
     itl: float | None = None
     speculation: Speculation | None = None
+    attention_pages: PageSelection | None = None
     adapters: AdapterSlots | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
         check_snapshots(self.snapshots)
         self._check_speculation()
+        self._check_selection()
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -453,6 +467,20 @@ class EngineConfig:
                 f"{self.row_tokens}: draft {self.row_tokens - 1}, or take larger buckets"
             )
 
+    def _check_selection(self) -> None:
+        if (selection := self.attention_pages) is None:
+            return
+        striped = self.shards.size(axes.POSITIONS) > 1
+        quantised = self.platform == "tpu" and self.kv_cache_dtype is not None
+        reasons = {
+            "needs all positions of a row on each device: leave cp out of parallel": striped,
+            "does not run on Trainium: leave it out": self.platform == "neuron",
+            "reads a cache of the model's dtype on TPUs: leave kv_cache_dtype out": quantised,
+            "reads other pages of each row, not a prefix that rows share: leave cascade out": self.cascade,
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
+
     @property
     def counted(self) -> bool:
         """True if decode programs always run all their steps: on GPUs a loop with a condition waits for the host."""
@@ -505,7 +533,8 @@ class EngineConfig:
 
     @property
     def pool(self) -> PoolSize:
-        return PoolSize(self.page_size, self.cache_memory, self.snapshots if self.prefix_caching else 0)
+        snapshots = self.snapshots if self.prefix_caching else 0
+        return PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages)
 
     @property
     def prefill_unit(self) -> int:
@@ -520,9 +549,12 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if
-        layers cannot verify drafts, or if `draft`, the model that drafts, cannot do so for this one."""
+        layers cannot verify drafts, if none selects pages, or if `draft`, the model that drafts, cannot do so for this
+        one."""
         if self.speculation is not None:
             check_drafted(model)
+        if self.attention_pages is not None:
+            check_selecting(model, self.attention_pages)
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:
@@ -588,6 +620,7 @@ class EngineSettings(TypedDict, total=False):
     compile_cache: str | Path | None
     itl: float | None
     speculation: Speculation | str | None
+    attention_pages: PageSelection | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
 
@@ -635,6 +668,10 @@ class EngineOptions:
         "eagle3:DIRECTORY:3" by an EAGLE-3 head, "mtp:3" by the model's own layer for further tokens; or a
         `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers without
         recurrent states. By default off.
+    attention_pages: decode steps read only the pages of a row whose keys may matter most to the query, which changes
+        results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
+        as many blocks of 16 positions. All cells stay. Prompts, and layers with a window, latents or a state, are
+        computed in full. By default all pages are read.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.
@@ -663,6 +700,7 @@ class EngineOptions:
     compile_cache: str | Path | None = None
     itl: float | None = None
     speculation: Speculation | str | None = None
+    attention_pages: PageSelection | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
 
@@ -671,6 +709,7 @@ class EngineOptions:
         check_snapshots(self.snapshots)
         self._check_adapters()
         object.__setattr__(self, "speculation", speculation_option(self.speculation))
+        object.__setattr__(self, "attention_pages", selection_option(self.attention_pages))
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -777,6 +816,7 @@ class EngineOptions:
             snapshots=self.snapshots,
             itl=self.itl,
             speculation=speculation_option(self.speculation),
+            attention_pages=selection_option(self.attention_pages),
             adapters=self.adapters,
         )
 
@@ -806,6 +846,7 @@ class EngineOptions:
         pages = not any(isinstance(x, Recurrent) or x.reach for x in mixers)
         reasons = {
             "prefix_caching is False, so rows share nothing": not self.prefix_caching,
+            "attention_pages reads other pages of each row": self.attention_pages is not None,
             "positions are split over devices": shards.size(axes.POSITIONS) > 1,
             "rows of this model share nothing: it has windows, chunks or states": not pages,
             "this model has latent attention alone": bool(mixers) and all(isinstance(x, MlaSpec) for x in mixers),
@@ -831,6 +872,16 @@ def check_drafted(model: ModelConfig) -> None:
         raise ConfigurationError(
             f"speculation takes tokens back, which {len(recurrent)} layers of this model cannot (layer {number}: "
             f"{title}), as their state forgets nothing: leave speculation out"
+        )
+
+
+def check_selecting(model: ModelConfig, selection: PageSelection) -> None:
+    """Raise ConfigurationError if no layer of a model can select the pages that it reads."""
+    mixers = [layer.attention for layer in model.layers]
+    if not any(isinstance(mixer, AttentionSpec) and mixer.reach is None for mixer in mixers):
+        raise ConfigurationError(
+            f"attention_pages {str(selection)!r} is of layers that keep keys and values of all positions, and this "
+            "model has none, only windows, latents or states: leave it out"
         )
 
 

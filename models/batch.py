@@ -76,7 +76,8 @@ class StepContext:
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
     are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): the hidden states after
     so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
-    weights have no adapters.
+    weights have no adapters. selected (static): how many blocks of a row decode attention reads where the cache has
+    summaries of them; None: all.
     """
 
     batch: StepBatch
@@ -91,6 +92,7 @@ class StepContext:
     prefixes: SharedPrefixes | None = None
     feature_layers: tuple[int, ...] = ()
     adapters: jax.Array | None = None
+    selected: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -53,26 +53,26 @@ def run_segment(
     new, loads, features = [], [], {}
     for number, (block, cache) in enumerate(zip(blocks, caches, strict=True), segment.start):
         parts = _split(block, ctx, is_stacked=False)
-        key = parts.graph, cache.ring
+        key = parts.graph, cache.ring, cache.summaries is not None
         if key not in traced:
             traced[key] = _traced_layer(*key, ctx)
         of_layer = None if inputs is None else inputs[:, number]
-        residual, arrays, load = traced[key](parts.states, residual, cache.arrays, cache.layer, of_layer)
-        new.append(LayerCache(arrays, cache.ring))
+        residual, flat, load = traced[key](parts.states, residual, cache.flat, cache.layer, of_layer)
+        new.append(LayerCache.of(flat, cache.ring, summarised=cache.summaries is not None))
         loads += [] if load is None else [load[None]]
         if number + 1 in ctx.feature_layers:
             features[number + 1] = residual.value
     return Ran(residual, new, loads, features)
 
 
-def _traced_layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
+def _traced_layer(graph: nnx.GraphDef, ring: bool, summarised: bool, ctx: StepContext):
     """A layer as a function that is traced once for all equal layers; XLA inlines it."""
 
     @jax.jit
-    def layer(states, residual, arrays, place, inputs):
-        block = nnx.merge(graph, *states)
-        residual, cache, load = block(residual, ctx, LayerCache(arrays, ring, place), token_inputs=inputs)
-        return residual, cache.arrays, load
+    def layer(states, residual, flat, place, inputs):
+        block, cache = nnx.merge(graph, *states), LayerCache.of(flat, ring, summarised=summarised, layer=place)
+        residual, cache, load = block(residual, ctx, cache, token_inputs=inputs)
+        return residual, cache.flat, load
 
     return layer
 
@@ -103,12 +103,14 @@ def _scan(
         states, inputs = slices
         new, loads = [], []
         for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
-            cache = LayerCache(arrays[i], caches[i].ring, layer) if block.owns_cache else caches[i]
+            cache, ring, summarised = caches[i], caches[i].ring, caches[i].summaries is not None
+            if block.owns_cache:
+                cache = LayerCache.of(arrays[i], ring, summarised=summarised, layer=layer)
             of_layer = None if inputs is None else inputs[i]
             whole = jax.tree.map(partial(_of_layer, layer), part.states[0], is_leaf=lambda p: isinstance(p, nnx.Param))
             merged = nnx.merge(part.graph, whole, state)
             residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
-            new.append(cache.arrays if block.owns_cache else ())
+            new.append(cache.flat if block.owns_cache else ())
             loads += [] if load is None else [load]
             done = segment.start + layer * len(blocks) + i + 1
             features = {
@@ -120,13 +122,16 @@ def _scan(
     carry = (
         jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
         residual,
-        tuple(cache.arrays if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
+        tuple(cache.flat if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
         {n: jnp.zeros_like(residual.x) for n in wanted},
     )
     slices = tuple(part.states[1] for part in parts), inputs
     (_, residual, new, features), loads = lax.scan(body, carry, slices, length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
-    new = [LayerCache(arrays, old.ring) for arrays, old in zip(new, caches, strict=True)]
+    new = [
+        LayerCache.of(flat, old.ring, summarised=old.summaries is not None)
+        for flat, old in zip(new, caches, strict=True)
+    ]
     return Ran(residual, new, loads, features)
 
 

@@ -28,6 +28,7 @@ from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -86,6 +87,7 @@ class BlockState:
     ring: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    block: ClassVar[int | None] = None
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
@@ -104,7 +106,8 @@ class BlockCache:
     [N, K, S] or [L, N, K, S]. latent: the arrays are latents and rotary keys of MLA, which may be folded (see
     `inferlib.ops.cache_write`). Otherwise two arrays are keys and values, and of a single array each cell is a key
     followed by its value. shared: the block's layers attend to another block's arrays; the shapes are those that it
-    would have.
+    would have. block: positions of the blocks of which there are summaries beside the cells (see
+    `inferlib.ops.selected_pages`); None: there are none.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -113,6 +116,7 @@ class BlockCache:
     scaled: bool = False
     latent: bool = False
     shared: bool = False
+    block: int | None = None
 
     @property
     def paged(self) -> bool:
@@ -125,18 +129,30 @@ class BlockCache:
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        """The arrays of values, then, if `scaled`, their scales: this block's or those it shares."""
+        """The arrays of values, then, if `scaled`, their scales, then summaries: this block's or those it shares."""
         pairs = zip(self.shapes, self.folds, strict=True)
         values = tuple(CacheArray(shape, self.axes, self.dtype, fold) for shape, fold in pairs)
         scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
-        return values + scales if self.scaled else values
+        return values + (scales if self.scaled else ()) + self.summaries
+
+    @property
+    def summaries(self) -> tuple[CacheArray, ...]:
+        """[N, n, K, 2 * h] of the n blocks of a page, or [L, N, ...], if there are any."""
+        if self.block is None:
+            return ()
+        *lead, heads, slots, size = self.shapes[0]
+        *names, of_heads, positions, _ = self.axes
+        dtype = _SCALES if self.scaled else self.dtype
+        shape = (*lead, slots // self.block, heads, 2 * size)
+        return (CacheArray(shape, (*names, positions, of_heads, None), dtype, self.block),)
 
     @property
     def names(self) -> tuple[str, ...]:
         """One name for each of `arrays`."""
         apart = ("latents", "rotary keys") if self.latent else ("k", "v")
         values = apart if len(self.shapes) == 2 else ("k and v",)
-        return values + tuple(f"{name} scales" for name in values if self.scaled)
+        names = values + tuple(f"{name} scales" for name in values if self.scaled)
+        return names + ("summaries",) * len(self.summaries)
 
     @property
     def slots(self) -> int:
@@ -266,11 +282,14 @@ class CachePlan:
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
         rest = iter(arrays)
-        return tuple(LayerCache(tuple(islice(rest, len(b.owned))), b.ring) for b in self.every_block)
+        return tuple(
+            LayerCache.of(tuple(islice(rest, len(b.owned))), b.ring, summarised=b.block is not None)
+            for b in self.every_block
+        )
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
-        return tuple(array for cache in caches for array in cache.arrays)
+        return tuple(array for cache in caches for array in cache.flat)
 
 
 def _zeros(arrays: tuple[CacheArray, ...], shards: Shards) -> tuple[jax.Array, ...]:
@@ -294,8 +313,8 @@ def plan_cache(
     drafts, whose cells lie in the same pages.
 
     Raises ConfigurationError for a name of KV_CACHE_DTYPES if no layer has keys and values, if a "tpu" needs other
-    cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, and for a model that drafts and has
-    rings or states.
+    cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, for blocks that no page divides
+    into, and for a model that drafts and has rings or states.
     """
     scaled = dtype in KV_CACHE_DTYPES
     if scaled and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
@@ -303,7 +322,8 @@ def plan_cache(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
     dtype, shards = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), model.layout.shards
-    kinds = [_Kind(one, platform, scaled=scaled) for one in (model, drafting) if one is not None]
+    kinds = [_Kind(model, platform, scaled=scaled, selection=pool.selection)]
+    kinds += [] if drafting is None else [_Kind(drafting, platform, scaled=scaled)]
     page = max(kind.page(pool.page, max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
     of_drafts = others[0] if others else ()
@@ -375,6 +395,7 @@ class _Kind:
     model: AbstractModel
     platform: str
     scaled: bool
+    selection: PageSelection | None = None
 
     @property
     def lanes(self) -> int:
@@ -411,10 +432,22 @@ class _Kind:
             shapes = self.cells(spec, capacity if ring else page)
             latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
-            blocks.append(
-                BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, self.scaled, latent, shared)
-            )
+            block = None if latent or spec.reach is not None else self.summarised(page)
+            shapes = tuple((*stack, count, *x) for x in shapes)
+            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block))
         return tuple(blocks)
+
+    def summarised(self, page: int) -> int | None:
+        """Positions of a block that has a summary; None if none has. Raises ConfigurationError."""
+        if self.selection is None:
+            return None
+        size = self.selection.size or page
+        if page % size:
+            raise ConfigurationError(
+                f"attention_pages {str(self.selection)!r} selects blocks of {size} positions, and a page has {page}: "
+                f"take blocks of {page} or less"
+            )
+        return size
 
     def folds(self, spec: AttentionSpec | MlaSpec) -> list[int]:
         """Positions of a row of each array."""

@@ -96,6 +96,13 @@ Speculation = Annotated[
         "for further tokens. It changes no result."
     ),
 ]
+AttentionPages = Annotated[
+    str | None,
+    typer.Option(
+        help="Decode steps read only the pages of a row that may matter most: quest:64 reads 64 pages, quest:64:16 as "
+        "many blocks of 16 positions. It changes results; by default all are read."
+    ),
+]
 MaxAdapters = Annotated[
     int | None,
     typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all that are named."),

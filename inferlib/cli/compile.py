@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import (
+    AttentionPages,
     Backend,
     BucketArguments,
     DtypeArguments,
@@ -60,6 +61,7 @@ class DeploymentArguments:
         ),
     ] = None
     speculation: Speculation = None
+    attention_pages: AttentionPages = None
     modes: Annotated[str, typer.Option(help="Modes: greedy, sample, logprobs, embed.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
@@ -99,9 +101,12 @@ def compile(
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
     if source.revision is not None and source.model is None:
         fail("--revision is of a model of the hub: give one")
-    decided = (options.target, options.parallel, options.expert_placement, options.speculation, *vars(formats).values())
-    if source.plan and any((*decided, *vars(buckets).values())):
-        fail("--plan says target, split, dtypes, quantization, buckets, placement and speculation: give none of these")
+    decided = (options.target, options.parallel, options.expert_placement, options.speculation, options.attention_pages)
+    if source.plan and any((*decided, *vars(formats).values(), *vars(buckets).values())):
+        fail(
+            "--plan says target, split, dtypes, quantization, buckets, placement, speculation and pages: give none of "
+            "these"
+        )
     check_output_file("--report", output.report)
     from inferlib.aot.compile import check_compiler
     from inferlib.deploy.compile import compile_deployment
@@ -168,6 +173,7 @@ def _deployment(
         backend=options.backend,
         cache_memory=options.cache_memory,
         speculation=options.speculation,
+        attention_pages=options.attention_pages,
     )
     return deployment, model.checkpoint
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from inferlib.cli.arguments import (
     AdapterName,
+    AttentionPages,
     CacheMemory,
     DtypeArguments,
     GenerationConfig,
@@ -113,6 +114,7 @@ class EngineArguments:
         typer.Option(help="Most seconds between tokens while prompts are read; by default prompts come first."),
     ] = None
     speculation: Speculation = None
+    attention_pages: AttentionPages = None
     adapters: Annotated[
         str | None,
         typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from inferlib.cli.arguments import (
+    AttentionPages,
     FormatArguments,
     Json,
     MaxAdapterRank,
@@ -25,6 +26,7 @@ class BesideArguments:
     """What takes memory beside the model."""
 
     speculation: Speculation = None
+    attention_pages: AttentionPages = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
 

@@ -15,23 +15,27 @@ from inferlib.config import (
     DTYPES,
     Buckets,
     ConfigurationError,
-    EngineConfig,
+    DeviceKind,
     EngineOptions,
     PoolSize,
     brief,
     bytes_option,
     check_draft,
     check_kv_cache_dtype,
+    check_selecting,
+    selection_option,
     speculation_option,
 )
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.adapters import AdapterSlots
+from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import family_of
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
 from inferlib.programs.choices import Choices
@@ -52,6 +56,7 @@ class Formats(TypedDict, total=False):
     kv_cache_dtype: str | None
     cache_memory: int | str | None
     speculation: str | None
+    attention_pages: str | None
     max_adapters: int | None
     max_adapter_rank: int | None
 
@@ -79,6 +84,7 @@ def explain(
     cache_memory: bytes of a cache, or text such as "16GiB": the result says how many tokens its pages hold.
     speculation: "draft:NAME:3", "eagle3:DIRECTORY:3" or "mtp:3", as for `LLM`: also what drafts takes. Other drafts
         take nothing.
+    attention_pages: "quest:64", as for `LLM`: the cache has the summaries of its pages.
     max_adapters, max_adapter_rank: as for `LLM`: also what adapters take.
     revision: branch, tag or commit of a model of the hub.
 
@@ -89,30 +95,45 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; formats are {known}")
     quantization, kv_cache_dtype = formats.get("quantization"), formats.get("kv_cache_dtype")
     check_kv_cache_dtype(kv_cache_dtype)
-    memory = bytes_option(formats.get("cache_memory"))
-    for name, size, least in (("max_batch", max_batch, 1), ("max_len", max_len, 2)):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
-            raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
+    memory, selection = bytes_option(formats.get("cache_memory")), selection_option(formats.get("attention_pages"))
+    _check_size("max_batch", max_batch, 1)
+    _check_size("max_len", max_len, 2)
     if not isinstance(parallel, str | Parallelism | None):
         raise ConfigurationError(f"parallel must be text such as 'tp=4,dp=2', got {brief(parallel)}")
     source = model_source(model, revision)
     recipe, stored = source.config, source.quantization(quantization)
-    length = max_len or min(recipe.context, 2048)
-    if length > recipe.context:
-        raise ConfigurationError(
-            f"max_len {length} exceeds the model's context of {recipe.context} tokens: take at most {recipe.context}"
-        )
+    length = _length(recipe, max_len)
+    if selection is not None:
+        check_selecting(recipe, selection)
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
     draft = _draft(source, speculation_option(formats.get("speculation")), length, quantization)
     mesh, implementations = None, ()
     if parallel is not None:
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
-        mesh, implementations = _on_mesh(models["bfloat16"], split, (max_batch, length), stored, kv_cache_dtype)
+        cache: Any = dict(kv_cache_dtype=kv_cache_dtype, attention_pages=selection)
+        options = EngineOptions(max_batch=max_batch, max_len=length, **cache)
+        mesh, implementations = _on_mesh(models["bfloat16"], split, options, stored)
     pool = None if memory is None else (memory, max_batch)
     count, rank = formats.get("max_adapters"), formats.get("max_adapter_rank")
     slots = EngineOptions(max_adapters=count, max_adapter_rank=rank).adapters
-    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool, draft, slots)
+    stores = stored, kv_cache_dtype, selection
+    return ModelExplanation(source, models, length, *stores, mesh, implementations, pool, draft, slots)
+
+
+def _check_size(name: str, size: Any, least: int) -> None:
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
+        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
+
+
+def _length(model: ModelConfig, max_len: int | None) -> int:
+    """Tokens of a sequence. Raises ConfigurationError if they exceed the model's context."""
+    length = max_len or min(model.context, 2048)
+    if length > model.context:
+        raise ConfigurationError(
+            f"max_len {length} exceeds the model's context of {model.context} tokens: take at most {model.context}"
+        )
+    return length
 
 
 def _draft(
@@ -141,7 +162,8 @@ class ModelExplanation(Tables):
     """What a model is and takes; `print` it, or show it in a notebook.
 
     source: the model. models: the abstract model by the dtype it is loaded as. max_len: tokens of a sequence.
-    quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. mesh: the arrays and
+    quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. attention_pages: what
+    decode steps read of a row, None for all. mesh: the arrays and
     collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
     of a cache on one device and its rows, None if not asked. draft: the model that drafts, by the dtype it is loaded
     as; empty if none does. adapters: how many may be on the devices, None for none.
@@ -152,6 +174,7 @@ class ModelExplanation(Tables):
     max_len: int
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
+    attention_pages: PageSelection | None = None
     mesh: Explanation | None = None
     implementations: tuple[Mapping[str, str], ...] = ()
     pool: tuple[int, int] | None = None
@@ -200,9 +223,12 @@ class ModelExplanation(Tables):
         return self._cache_bytes(self.models)
 
     def _cache_bytes(self, models: Mapping[str, AbstractModel]) -> dict[str, dict[str, int]]:
-        return {
-            dtype: _cache_bytes(model, self.kv_cache_dtype or dtype, self.max_len) for dtype, model in models.items()
+        selection = self.attention_pages if models is self.models else None
+        plans = {
+            dtype: (model, _plan(model, 1, self.kv_cache_dtype or dtype, self.max_len, selection=selection))
+            for dtype, model in models.items()
         }
+        return {dtype: _cache_bytes(*pair) for dtype, pair in plans.items()}
 
     @cached_property
     def pool_tokens(self) -> dict[str, int] | None:
@@ -211,7 +237,8 @@ class ModelExplanation(Tables):
             return None
         (memory, rows), tokens = self.pool, {}
         for dtype, model in self.models.items():
-            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len, self.draft.get(dtype))
+            draft, selection = self.draft.get(dtype), self.attention_pages
+            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len, draft, selection=selection)
             tokens[dtype] = plan.with_snapshots(PoolSize(memory=memory, snapshots=None)).tokens_in(memory)
         return tokens
 
@@ -241,6 +268,7 @@ class ModelExplanation(Tables):
             "weight_bytes": self.weight_bytes,
             "max_len": self.max_len,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "attention_pages": None if self.attention_pages is None else str(self.attention_pages),
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
@@ -268,13 +296,20 @@ class ModelExplanation(Tables):
         return f"ModelExplanation({self.source.name}: {self.parameters / 1e6:,.1f} million parameters)"
 
 
-def _plan(model: AbstractModel, rows: int, dtype: str, max_len: int, draft: AbstractModel | None = None) -> CachePlan:
-    chunk = Buckets.default(1, max_len).prefill[-1]
-    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype, drafting=draft)
+def _plan(
+    model: AbstractModel,
+    rows: int,
+    dtype: str,
+    max_len: int,
+    draft: AbstractModel | None = None,
+    *,
+    selection: PageSelection | None = None,
+) -> CachePlan:
+    chunk, pool = Buckets.default(1, max_len).prefill[-1], PoolSize(selection=selection)
+    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype, pool=pool, drafting=draft)
 
 
-def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
-    plan = _plan(model, 1, dtype, max_len)
+def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
     tokens = beyond = states = 0
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         size = len(layers) * sum(array.position_bytes() for array in block.owned)
@@ -289,23 +324,22 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
 def _on_mesh(
     alone: AbstractModel,
     parallel: Parallelism,
-    sizes: tuple[int, int],
+    options: EngineOptions,
     quantization: Quantization | None,
-    kv_cache_dtype: str | None,
 ) -> tuple[Explanation, tuple[dict[str, str], ...]]:
     """The arrays on each device, a greedy decode step of all rows and the longest prefill chunk, in bfloat16 or as
-    quantized; and the implementations that TPUs take, see `Choices.facts`. sizes: max_batch and max_len."""
-    max_batch, max_len = sizes
+    quantized; and the implementations that TPUs take, see `Choices.facts`. options: sizes, and what is in the cache."""
     shards = planned_shards(parallel)
-    config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
+    config = options.resolve(DeviceKind("tpu"), shards)
     config = replace(config, backend=tpu_backend(config.backend, alone.config, quantization, shards, None))
     describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
-    chunk, dtype = config.row_tokens, kv_cache_dtype or "bfloat16"
-    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype=dtype, platform=config.platform)
+    sizes: dict[str, Any] = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
+    dtype, pool = config.kv_cache_dtype or "bfloat16", PoolSize(selection=config.attention_pages)
+    plan = plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool)
     keys = [
-        ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
-        ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
+        ProgramKey("greedy", config.rows, config.max_len, steps=config.decode_steps),
+        ProgramKey("greedy", 0, config.max_len, chunks=1, chunk=config.row_tokens),
     ]
     packed = describe(backend=config.backend)  # weights as TPUs store them
     choices = Choices.of(config, packed, plan).facts(packed)

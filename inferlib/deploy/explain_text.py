@@ -46,6 +46,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         table.add_row("adapters", f"{count} of rank {rank} beside the weights: {', '.join(sizes)}")
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
     table.add_row("prompts that begin alike", f"share pages{' and snapshots of the rest' if snapshots else ''}")
+    if facts["attention_pages"]:
+        table.add_row("decode steps read", f"pages by {facts['attention_pages']}, whose summaries are in the cache")
     if facts["rotation"]:
         table.add_row("rotated while it runs", f"inputs of down projections, {facts['rotation']} at a time")
     if facts["rank"]:

@@ -115,6 +115,8 @@ class Choices:
         made = {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
         speculation = self.engine.speculation
         made |= {"speculation": None if speculation is None else str(speculation)}
+        selection = self.engine.attention_pages
+        made |= {"attention_pages": None if selection is None else str(selection)}
         return made | {"draft_quantization": None if self.draft is None else self.draft.quantization}
 
 

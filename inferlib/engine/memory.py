@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from inferlib.cache.plan import CachePlan, plan_cache
-from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, PoolSize
+from inferlib.config import ConfigurationError, EngineConfig, EngineOptions
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.programs.choices import Choices
@@ -123,7 +123,8 @@ def _plan(config: EngineConfig, model: AbstractModel, drafting: AbstractModel | 
     """The cache with room for all rows."""
     sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
     dtype = config.kv_cache_dtype or model.dtype
-    pool = PoolSize(config.page_size, snapshots=config.pool.snapshots or 0)  # by default they take what is left
+    # By default snapshots take what is left.
+    pool = config.pool._replace(memory=None, snapshots=config.pool.snapshots or 0)
     return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool, drafting=drafting)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
-from inferlib.config import ConfigurationError
+from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
@@ -363,11 +363,12 @@ def _passes(programs: ProgramSet, key: ProgramKey) -> Iterator[tuple[AbstractMod
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     """Bytes that a step must read on one device: its weights once, and what its tokens see of the cache of its rows
     once. Experts count as far as they are chosen if all are equally likely."""
-    shards = programs.config.shards
-    return sum(times * _bytes_of(model, plan, shards, seen) for model, plan, seen, times in _passes(programs, key))
+    config = programs.config
+    return sum(times * _bytes_of(model, plan, config, seen) for model, plan, seen, times in _passes(programs, key))
 
 
-def _bytes_of(model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey) -> int:
+def _bytes_of(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> int:
+    shards = config.shards
     tokens, total = _tokens(shards, key), expert_bytes(model, shards, _tokens(shards, key))
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:
@@ -377,11 +378,12 @@ def _bytes_of(model: AbstractModel, plan: CachePlan, shards: Shards, key: Progra
             total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
     pairs = zip(plan.blocks, model.blocks(), strict=True)
     reaches = ((block, model.config.layers[layers[0]].attention.reach) for block, layers in pairs)
-    return total + sum(_cache_read(block, reach, shards, key) for block, reach in reaches)
+    return total + sum(_cache_read(block, reach, config, key) for block, reach in reaches)
 
 
-def _cache_read(block: BlockCache | BlockState, reach: int | None, shards: Shards, key: ProgramKey) -> int:
-    """Bytes of a block's cache that the tokens of each row and chunk see together. reach: the window of one token."""
+def _cache_read(block: BlockCache | BlockState, reach: int | None, config: EngineConfig, key: ProgramKey) -> int:
+    """Bytes of a block's cache that the tokens of each row and chunk read together. reach: the window of one token."""
+    shards, selection = config.shards, config.attention_pages
     if isinstance(block, BlockState):
         lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
         return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
@@ -391,8 +393,13 @@ def _cache_read(block: BlockCache | BlockState, reach: int | None, shards: Shard
         return -(-positions // shards.size(axes.POSITIONS))
 
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
-    positions = key.rows * seen(1 + key.drafts) + key.chunks * seen(key.chunk)
-    return positions * layers * sum(array.position_bytes(shards) for array in block.arrays)
+    of_rows, of_chunks = key.rows * seen(1 + key.drafts), key.chunks * seen(key.chunk)
+    summaries = sum(array.position_bytes(shards) for array in block.summaries)
+    cells = sum(array.position_bytes(shards) for array in block.arrays) - summaries
+    read = of_rows
+    if block.block is not None and selection is not None:  # each token selects for itself
+        read = min(read, key.decoded * selection.count * block.block)
+    return layers * (of_rows * summaries + (read + of_chunks) * cells)
 
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:

@@ -13,7 +13,13 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.attention_choices import Operation, choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec
-from inferlib.ops import decode_attention, mla_decode_attention, mla_prefill_attention, prefill_attention
+from inferlib.ops import (
+    decode_attention,
+    mla_decode_attention,
+    mla_prefill_attention,
+    prefill_attention,
+    selected_pages,
+)
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import KvCache, LatentCache
@@ -55,7 +61,9 @@ def _choose_decode(
         yield mla_decode_attention.choose_for(q, LatentCache(*arrays, pages=table), backend)
     else:
         q = _array((config.rows, 1, arrays[0].shape[-3], heads.queries, arrays[0].shape[-1]), model.dtype)
-        cache = _kv_cache(arrays, table, scaled=block.scaled)
+        cache, selection = _kv_cache(arrays, table, scaled=block.scaled), config.attention_pages
+        if block.block is not None and selection is not None:
+            yield selected_pages.choose(q, cache, block.block, selection.count, backend, new=not block.shared)
         yield decode_attention.choose(cache, spec.window, backend, q, new=not block.shared)
 
 

@@ -25,6 +25,7 @@ from inferlib.config import (
     PoolSize,
     backend_option,
     check_dtype,
+    selection_option,
     speculation_option,
 )
 from inferlib.models.abstract import abstract_model
@@ -47,8 +48,9 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
-    speculation: as text, such as "ngram:3". draft: the Hugging Face config of the model that drafts, or the config.json
-    of the EAGLE-3 head; draft_quantization: how its weights are stored; draft_embeds: a head embeds tokens itself.
+    speculation, attention_pages: as text, such as "ngram:3" and "quest:64".
+    draft: the Hugging Face config of the model that drafts, or the config.json of the EAGLE-3 head; draft_quantization:
+    how its weights are stored; draft_embeds: a head embeds tokens itself.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
     backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
     go together.
@@ -70,8 +72,11 @@ class Deployment:
     draft: Mapping[str, Any] | None = None
     draft_quantization: Quantization | None = None
     draft_embeds: bool = False
+    attention_pages: str | None = None
 
     def __post_init__(self):
+        selection = selection_option(self.attention_pages)
+        object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
         if (self.draft is not None) != (speculation is not None and speculation.model is not None):
@@ -150,6 +155,7 @@ class Deployment:
             cache_memory=self.cache_memory,
             page_size=self.page_size,
             speculation=self.speculation,
+            attention_pages=self.attention_pages,
         )
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
         return options.resolve(device, shards, self.model, self.quantization)

@@ -357,6 +357,8 @@ class _Maker:
         ctx = replace(
             ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
         )
+        if config.attention_pages is not None:
+            ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
         hidden, caches, mailboxes, load, features = decoder(ctx, caches, mailboxes)
         cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]

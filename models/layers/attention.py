@@ -21,10 +21,17 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
-from inferlib.ops import cache_write, cascade_attention, decode_attention, prefill_attention, project_and_attend
+from inferlib.ops import (
+    cache_write,
+    cascade_attention,
+    decode_attention,
+    prefill_attention,
+    project_and_attend,
+    selected_pages,
+)
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
-from inferlib.ops.kv_cache import NewCells
+from inferlib.ops.kv_cache import KvCache, NewCells
 from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
@@ -108,6 +115,8 @@ class Attention(nnx.Module):
             unfit = "several tokens of a row"
         elif ctx.prefixes is not None:
             unfit = "prefixes that rows share"
+        elif cache.summaries is not None:
+            unfit = "pages that its queries select"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
@@ -232,12 +241,14 @@ class GroupedStep:
 
     def plan(self, cache: LayerCache) -> StepPlan:
         decode, ctx = self.choose_decode(cache), self.ctx
+        # The later ones of several queries of a row ask for the summary of a block that the step ends.
+        several = cache.summaries is not None and ctx.batch.decode_tokens.shape[1] > 1
         prefill = self.choose_prefill(cache, self.options(self.stripe, ctx.chunk_positions))
         in_place = prefill.name in prefill_attention.IN_PLACE
         runs = in_place or decode.name in decode_attention.IN_PLACE
         return StepPlan(
             self.stripe,
-            rows_write=decode.name in decode_attention.IN_PLACE,
+            rows_write=decode.name in decode_attention.IN_PLACE and not several,
             chunks_in_place=in_place,
             run=self.run(cache) if runs else 1,
             chunk_writer=self.choose_chunk_writer(cache, prefill.name),
@@ -279,10 +290,21 @@ class GroupedStep:
     def choose_decode(self, cache: LayerCache) -> Choice:
         window, backend = self.row_options.window, self.ctx.backend.decode_attention
         table, (rows, count) = self.table(cache, self.stripe), self.ctx.batch.decode_tokens.shape
-        cells, q = cache.keys_and_values(pages=None if table is None else table[:rows]), None
-        if count > 1:  # else `program_set` has asked, and says so if it falls back
-            q = jax.ShapeDtypeStruct((rows, count, *self.queries.shape[1:]), self.queries.dtype)
-        return decode_attention.choose(cells, window, backend, q, new=self.spec.cache_of is None)
+        cells, new = cache.keys_and_values(pages=None if table is None else table[:rows]), self.spec.cache_of is None
+        q = jax.ShapeDtypeStruct((rows, count, *self.queries.shape[1:]), self.queries.dtype)
+        if (selection := self.selection(cache, cells)) is not None:
+            summaries, most = selection
+            size = cache.slots // summaries.shape[-3]
+            return selected_pages.choose(q, cells, size, most, backend, new=new)
+        # Of one query of a row `program_set` has asked, and says so if it falls back.
+        return decode_attention.choose(cells, window, backend, q if count > 1 else None, new=new)
+
+    def selection(self, cache: LayerCache, cells: KvCache) -> tuple[jax.Array, int] | None:
+        """The summaries by which decode rows select blocks, and how many; None if they read all."""
+        summaries, count = cache.summaries, self.ctx.selected
+        if summaries is None or count is None or cells.columns is None:
+            return None
+        return (summaries, count) if selected_pages.selects(cells.columns, summaries, count) else None
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
         cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
@@ -314,7 +336,12 @@ class GroupedStep:
         written = stripe.owns(last).astype(jnp.int32) if self.striped else written
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
         options, how = self.row_options, {"new": writes, "backend": backend}
-        if ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
+        if (selection := self.selection(cache, cells)) is not None:
+            summaries, most = selection
+            attended = selected_pages.selected_attention(
+                queries, cells, summaries, lengths, options, most, new=writes, backend=backend
+            )
+        elif ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
             attended = cascade_attention.cascade_attention(queries, cells, lengths, options, ctx.prefixes, **how)
         else:
             attended = decode_attention.decode_attention(queries, cells, lengths, options, **how)

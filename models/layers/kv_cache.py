@@ -14,6 +14,7 @@ from jax import lax
 
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
 from inferlib.ops.kv_cache import KvCache, LatentCache
+from inferlib.ops.selected_pages import write_summaries
 from inferlib.sharding.stripe import Stripe
 
 
@@ -47,6 +48,9 @@ class LayerCache:
 
     A layer that shares another layer's cache gets the arrays of that layer.
 
+    summaries [N, n, K, 2 * h] or [L, N, n, K, 2 * h]: of the n blocks of each page, if decode steps select what they
+    read (see `inferlib.ops.selected_pages`).
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
     devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
     """
@@ -54,6 +58,18 @@ class LayerCache:
     arrays: tuple[jax.Array, ...]
     ring: bool = False
     layer: jax.Array | None = None
+    summaries: jax.Array | None = None
+
+    @staticmethod
+    def of(flat: Sequence[jax.Array], ring: bool, *, summarised: bool, layer: jax.Array | None = None) -> LayerCache:
+        """The cache of arrays as `flat` lists them. summarised: summaries are the last, if there are any arrays."""
+        split = len(flat) - bool(summarised and flat)
+        return LayerCache(tuple(flat[:split]), ring, layer, *flat[split:])
+
+    @property
+    def flat(self) -> tuple[jax.Array, ...]:
+        """The arrays, and behind them the summaries, if there are some."""
+        return self.arrays if self.summaries is None else (*self.arrays, self.summaries)
 
     @property
     def slots(self) -> int:
@@ -135,6 +151,19 @@ class LayerCache:
             pages = jnp.where(there, pages, self.pages)
         arrays = chunk_write(self.arrays, new, pages, slots, layer=self.layer, ring=self.ring, backend=backend)
         return replace(self, arrays=arrays)
+
+    def with_summaries(self, rows: jax.Array, ends: jax.Array, table: jax.Array) -> LayerCache:
+        """The cache with the summaries of the blocks whose last positions are `ends` [U] of `rows` [U]; negative ones
+        are dropped."""
+        if self.summaries is None:
+            return self
+        none = self.pages + jnp.arange(ends.size, dtype=jnp.int32)  # pages that do not exist differ, as indices must
+        pages = pages_at(table, rows, jnp.maximum(ends, 0) // self.slots)
+        pages = jnp.where((ends >= 0) & (rows < table.shape[0]), pages, none)
+        places = jnp.maximum(ends, 0) % self.slots // (self.slots // self.summaries.shape[-3])
+        keys = self.arrays[:: len(self.sizes)] if self.scaled else self.arrays[:1]
+        new = write_summaries(self.summaries, keys, pages, places, self.layer)
+        return replace(self, summaries=new)
 
     def run(self, width: int, run: int | None) -> int:
         """How many tokens of chunks of `width` are in one page together. run: see `StepContext`."""

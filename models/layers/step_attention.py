@@ -84,8 +84,9 @@ def attend(
         cells, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
         cache = write_cells(new, cache, ctx, plan)
         rows, cache = step.rows(cache, cells)
-    else:
-        cache = write_cells(new, cache, ctx, plan)
+        cache = summarised(cache, ctx)
+    elif new:
+        cache = summarised(write_cells(new, cache, ctx, plan), ctx)
     united, parts = [], []
     if split and ctx.shards.size(axes.TOKENS) > 1:
         united.append(_flat(_around_ring(step, cache, plan)))
@@ -97,6 +98,21 @@ def attend(
         out, lse = (_joined(x) for x in zip(*parts, strict=True))
         united.append(_merged(out, lse, ctx.shards, plan.sinks) if ctx.shards.size(axes.POSITIONS) > 1 else out)
     return _joined(united), cache
+
+
+def summarised(cache: LayerCache, ctx: StepContext) -> LayerCache:
+    """The cache with the summaries of the blocks whose last cells the step wrote."""
+    if cache.summaries is None or ctx.table is None:
+        return cache
+    batch, size = ctx.batch, cache.slots // cache.summaries.shape[-3]
+    width, (rows, count) = batch.chunk_tokens.shape[1], batch.decode_tokens.shape
+    most = (size - 1 + width) // size  # blocks that end in a chunk
+    ends = (batch.chunk_starts[:, None] // size + 1 + jnp.arange(most, dtype=jnp.int32)) * size - 1
+    ends = jnp.where(ends < (batch.chunk_starts + batch.chunk_lengths)[:, None], ends, -1)
+    positions = batch.decode_positions
+    ends = jnp.concatenate([ends.reshape(-1), jnp.where(positions % size == size - 1, positions, -1).reshape(-1)])
+    of_rows = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), count)
+    return cache.with_summaries(jnp.concatenate([jnp.repeat(batch.chunk_rows, most), of_rows]), ends, ctx.table)
 
 
 def write_cells(new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext, plan: StepPlan) -> LayerCache:

@@ -162,6 +162,8 @@ def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]])
     spoiled = []
     for (mask, names), array in zip(valid, arrays, strict=True):
         cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
+        if names[-2:] == (axes.KV_HEADS, None):  # summaries of blocks, of all whose cells are valid
+            cells = mask.reshape(len(mask), array.shape[-3], -1).all(axis=-1)[:, :, None, None]
         if axes.POSITIONS not in names:
             cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan

@@ -1,0 +1,229 @@
+"""Decode attention that reads only those blocks of a row's cache whose keys may matter most to its query.
+
+All cells stay. Beside them the cache has a summary of each block of positions and KV head: the smallest and the largest
+number of its keys in each dimension. From both follows an upper bound of a query's products with all keys of the block,
+and the blocks of the highest bounds are read, with the first and the newest one in any case (Tang et al. 2024, "Quest",
+https://arxiv.org/abs/2406.10774).
+
+Each KV head of a row has its own selection. A block of one head is consecutive in memory, so a pool of pages
+[N, K, S, h] is also a pool of N * K * S / s pages of one head and s positions. In that form the selection is a page
+table, with a row for each row and KV head, and decode attention runs as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inferlib.attention_values import AttentionOptions, KvCache, NewCells, Shaped
+from inferlib.ops.attention import merge_attention
+from inferlib.ops.choice import Choice
+from inferlib.ops.decode_attention import IN_PLACE, decode_attention, write_new
+from inferlib.ops.decode_attention import choose as choose_decode
+from inferlib.ops.matmul import precision_of
+
+METHODS = ("quest",)
+_TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """Which part of a row's cache a decode step reads.
+
+    method: "quest". count: blocks of a row and KV head that are read, the first and the newest included. size:
+    positions of a block, a power of two that divides a page; None: a page. Raises ValueError for others.
+    """
+
+    method: str
+    count: int
+    size: int | None = None
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"attention_pages has the methods {', '.join(METHODS)}, got {self.method!r:.100}")
+        if type(self.count) is not int or self.count < 2:
+            raise ValueError(
+                f"attention_pages reads 2 pages or more, the first and the newest among them, got {self.count!r:.100}"
+            )
+        size = self.size
+        if size is not None and (type(size) is not int or size < 1 or size & (size - 1)):
+            raise ValueError(f"a block of attention_pages has a power of two positions, got {size!r:.100}")
+
+    @staticmethod
+    def read(value: Any) -> PageSelection | None:
+        """Of an option: a `PageSelection`, text such as "quest:64" or "quest:64:16", or None. Raises ValueError."""
+        if value is None or isinstance(value, PageSelection):
+            return value
+        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
+        if parts is None:
+            raise ValueError(
+                "attention_pages is text such as 'quest:64', the pages that a step reads of a row, or 'quest:64:16', "
+                f"as many blocks of 16 positions, got {value!r:.100}"
+            )
+        return PageSelection(parts[1], int(parts[2]), int(parts[3]) if parts[3] else None)
+
+    def __str__(self) -> str:
+        return ":".join(str(x) for x in (self.method, self.count, self.size) if x is not None)
+
+
+def summary_of(keys: jax.Array) -> jax.Array:
+    """The summaries [..., 2 * h] of blocks of keys [..., s, h]: the smallest numbers, then the largest."""
+    return jnp.concatenate([jnp.min(keys, axis=-2), jnp.max(keys, axis=-2)], axis=-1)
+
+
+def upper_bounds(q: jax.Array, summaries: jax.Array) -> jax.Array:
+    """Upper bounds [B, C, K, m] float32 of the products of queries and keys: q [B, C, K, G, h], of which the group's
+    highest counts, and summaries [B, m, K, 2 * h].
+
+    A positive number of a query meets the largest of a dimension, a negative one the smallest. So the bound, the sum of
+    max(q * smallest, q * largest), is one product.
+    """
+    dtype = jnp.promote_types(q.dtype, summaries.dtype)
+    parts = jnp.concatenate([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=-1).astype(dtype)
+    more: Any = dict(precision=precision_of(dtype), preferred_element_type=jnp.float32)
+    return jnp.max(jnp.einsum("bckgh,bmkh->bckgm", parts, summaries.astype(dtype), **more), axis=3)
+
+
+def selected_blocks(bounds: jax.Array, lengths: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks that queries read, by their bounds [..., m] float32, of which there are more than `count`.
+
+    lengths [...] int32: positions that a query sees, its own the last; 0: none. Bounds of blocks that hold the newest
+    position or none that is seen may be anything. Returns blocks [..., count] int32, ascending up to the newest, which
+    is repeated where a query sees fewer; and how many positions they have, up to the newest.
+    """
+    newest = jnp.maximum(lengths - 1, 0) // size
+    number = jnp.arange(bounds.shape[-1], dtype=jnp.int32)
+    bounds = jnp.where(number < newest[..., None], bounds, -jnp.inf)
+    bounds = jnp.where(number == 0, jnp.inf, bounds)
+    older = jnp.minimum(newest, count - 1)
+    best = lax.top_k(bounds, count - 1)[1]
+    best = jnp.where(jnp.arange(count - 1) < older[..., None], best, newest[..., None])
+    blocks = jnp.sort(jnp.concatenate([best, newest[..., None]], axis=-1), axis=-1)
+    return blocks, jnp.where(lengths > 0, older * size + (lengths - 1) % size + 1, 0)
+
+
+def write_summaries(
+    summaries: jax.Array,
+    keys: Sequence[jax.Array],
+    pages: jax.Array,
+    places: jax.Array,
+    layer: jax.Array | int | None = None,
+) -> jax.Array:
+    """The summaries [N, n, K, 2 * h], or [L, N, ...], with those of block places[u] of page pages[u], [U] int32 each,
+    by the keys that are in the cache now; so a summary does not depend on what a page had before.
+
+    keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised. Pages that do not exist are
+    dropped; all are distinct.
+    """
+    count, blocks = summaries.shape[-4:-2]
+
+    def cells(x: jax.Array, last: int) -> jax.Array:
+        """[U, K, s, ...], of an array with `last` dimensions behind the positions."""
+        dim = x.ndim - 1 - last
+        x = x.reshape(*x.shape[:dim], blocks, x.shape[dim] // blocks, *x.shape[dim + 1 :])
+        at = (jnp.minimum(pages, count - 1), slice(None), places)
+        return x.at[at if layer is None else (layer, *at)].get(mode="clip")
+
+    new = cells(keys[0], 1)
+    if len(keys) > 1:
+        new = new.astype(jnp.float32) * cells(keys[1], 0)[..., None]
+    at = (pages, places) if layer is None else (layer, pages, places)
+    return summaries.at[at].set(summary_of(new).astype(summaries.dtype), mode="drop", unique_indices=True)
+
+
+def selects(columns: int, summaries: Shaped, count: int) -> bool:
+    """True if rows of so many pages have more blocks than are read."""
+    return columns * summaries.shape[-3] > count
+
+
+def choose(q: Shaped, cache: KvCache, size: int, count: int, backend: str, *, new: bool) -> Choice:
+    """The implementation for queries [B, C, K, G, h] and a cache's arrays, all of which may be shapes.
+
+    new: it writes new cells.
+    """
+    rows, queries, heads, group, width = q.shape
+    table = jax.ShapeDtypeStruct((rows * queries * heads, count), jnp.int32)
+    view = replace(jax.eval_shape(partial(_by_block, size=size), cache), pages=table)
+    one = jax.ShapeDtypeStruct((rows * queries * heads, 1, 1, group, width), q.dtype)
+    return choose_decode(view, None, backend, one, new=new and queries == 1)
+
+
+def selected_attention(
+    q: jax.Array,
+    cache: KvCache,
+    summaries: jax.Array,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    count: int,
+    *,
+    new: NewCells | None = None,
+    backend: str = "xla",
+) -> tuple[jax.Array, jax.Array, KvCache]:
+    """`decode_attention` of `count` blocks of each row and KV head, with the same results.
+
+    q [B, K, G, h] or [B, C, K, G, h]; cache: with a page table, and no window; summaries [N, n, K, 2 * h], n of a page,
+    or [L, N, ...], up to date but for the block that a query stands in. Each of several queries of a row makes a
+    selection of its own, as if it came alone. new: of one query of a row; cells of several are in the cache already.
+    Raises ValueError for rows without pages, and for new cells of several queries.
+    """
+    single, of_rows = q.ndim == 4, lengths
+    q = q[:, None] if single else q
+    rows, queries, heads, group, _ = q.shape
+    if new is not None and queries > 1:
+        raise ValueError(
+            "several queries of a row select blocks by the summaries of their own cells: write these first"
+        )
+    if new is not None and backend not in IN_PLACE:
+        cache, new = write_new(cache, new, lengths), None
+    pages, size = _table(cache), cache.k.shape[-2] // summaries.shape[-3]
+    of_row = summaries.at[pages if cache.layer is None else (cache.layer, pages)].get(mode="clip")
+    bounds = upper_bounds(q, of_row.reshape(rows, -1, *of_row.shape[3:]))
+    lengths = jnp.maximum(lengths[:, None] - queries + 1 + jnp.arange(queries, dtype=jnp.int32), 0)
+    lengths = jnp.where(of_rows[:, None] > 0, lengths, 0)
+    blocks, seen = selected_blocks(bounds, jnp.broadcast_to(lengths[..., None], bounds.shape[:3]), size, count)
+
+    view = _view(cache, blocks, size)
+    if new is not None:  # a row's newest block is the last of each of its heads
+        cells = [x.reshape(rows * heads, 1, x.shape[-1]) for x in new.cells]
+        new = NewCells(cells, None if new.written is None else jnp.repeat(new.written, heads))
+    alone, weighing = q.reshape(-1, 1, group, q.shape[-1]), replace(options, sinks=None)
+    out, lse, view = decode_attention(alone, view, seen.reshape(-1), weighing, new=new, backend=backend)
+    out, lse = out.reshape(*q.shape[:-1], out.shape[-1]), lse.reshape(q.shape[:-1])
+    if options.sinks is not None:
+        active = (lengths > 0)[..., None, None]
+        out, total = merge_attention(out[None], lse[None], sinks=options.sinks)
+        lse = jnp.where(active, total, lse)
+    if new is not None:
+        pairs = zip(view.arrays, cache.arrays, strict=True)
+        cache = cache.with_arrays([x.reshape(old.shape) for x, old in pairs])
+    return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
+
+
+def _view(cache: KvCache, blocks: jax.Array, size: int) -> KvCache:
+    """The cache as pages of one KV head and `size` positions, with a table of these blocks [B, C, K, m] of rows."""
+    count, heads, slots = cache.k.shape[-4:-1]
+    each = slots // size
+    pages = jnp.take_along_axis(_table(cache)[:, None, None], blocks // each, axis=-1)
+    head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    table = (jnp.clip(pages, 0, count - 1) * heads + head) * each + blocks % each
+    return replace(_by_block(cache, size), pages=table.reshape(-1, blocks.shape[-1]))
+
+
+def _by_block(cache: KvCache, size: int) -> KvCache:
+    """A cache [N, K, S, h] as [N * K * S / s, 1, s, h], without a table; likewise a stack of layers."""
+    lead = cache.k.ndim - 4
+    arrays = [x.reshape(*x.shape[:lead], -1, 1, size, *x.shape[lead + 3 :]) for x in cache.arrays]
+    return replace(cache.with_arrays(arrays), pages=None, limit=None)
+
+
+def _table(cache: KvCache) -> jax.Array:
+    if cache.pages is None or cache.ring:
+        raise ValueError("rows without pages select none")
+    return cache.pages

@@ -1,0 +1,209 @@
+"""Rows that select the pages they read generate the same alone, in batches, behind prefixes and with drafts.
+About 25 s."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import long_contexts
+from inferlib import LLM, Buckets, SamplingParams, configs
+from inferlib.cli import app
+from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.engine.engine import Engine
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.ops import selected_pages
+from inferlib.programs.counter import compilations
+from inferlib.programs.deployment import Deployment
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from tests.helpers.llms import build_llm
+from tests.helpers.poison import before_each_dispatch, cached_pages, poison, tokens_of
+from tests.helpers.shared_beginnings import TAILS, crowd, run_as_told
+
+PAGES = "quest:3:8"  # three blocks of 8 positions: half a page each
+BUCKETS = Buckets((16,), (1, 4), (96,), tile=8)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+# Around the ends of blocks, pages and what is read whole, which all of them pass later on.
+PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 15, 16, 17, 23, 24, 25], TAILS * 2, strict=False)]
+
+# How each kind of cache is stacked and stored; layers without selection are beside some.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama int8": {"scan": True, "kv_cache_dtype": "int8"},
+    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((16,), (4,), (96,), tile=8)},
+    "gemma3n_text": {"scan": True},  # layers that read the cache of another
+    "gpt_oss": {},  # rings, and sinks
+    "qwen3_5_text": {"scan": True},  # states
+}
+
+
+@pytest.fixture(scope="module")
+def selecting(checkpoint):
+    """`selecting(kind)`: a shared LLM of four rows."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        options = {"buckets": BUCKETS, "attention_pages": PAGES, "decode_steps": 4, **KINDS[kind]}
+        return build_llm(checkpoint(kind.split()[0]), **options)
+
+    return build
+
+
+def assert_summaries(engine: Engine) -> None:
+    """Of every whole block of cells that prompts can take: its smallest and largest keys."""
+    assert engine.plan.blocks
+    for block, cache in zip(engine.plan.blocks, engine.plan.view(engine.cache), strict=True):
+        if cache.summaries is None:
+            continue
+        size, (keys, *others) = block.block, [np.asarray(x, np.float32) for x in cache.arrays]
+        if block.scaled:
+            keys = keys * others[1][..., None]
+        keys, summaries = (x if x.ndim == n + 1 else x[None] for x, n in ((keys, 4), (np.asarray(cache.summaries), 4)))
+        checked = 0
+        for page, count in cached_pages(engine):
+            for i in range(count // size):
+                cells = keys[:, page, :, i * size : (i + 1) * size]
+                expected = np.concatenate([cells.min(axis=2), cells.max(axis=2)], axis=-1)
+                np.testing.assert_array_equal(summaries[:, page, i], expected)
+                checked += 1
+        assert checked > 4
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind.split()[0] == "llama" else pytest.mark.slow) for kind in KINDS]
+)
+def test_rows_are_what_they_are_alone(kind, selecting):
+    """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles."""
+    llm = selecting(kind)
+    llm.warmup(["greedy"])
+    before = compilations()
+    alone = []
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += tokens_of(llm, [prompt], GREEDY)
+    for _ in range(2):  # the second time each prompt goes on from the cells of the first
+        assert tokens_of(llm, PROMPTS, GREEDY) == alone
+    assert compilations() == before
+    assert llm.stats.cached_tokens or llm.engine.plan.snapshots  # which none of them is long enough for
+    assert_summaries(llm.engine)
+    with before_each_dispatch(llm, poison):
+        assert tokens_of(llm, PROMPTS, GREEDY) == alone
+
+
+def test_what_is_read_whole_is_read_in_full(checkpoint):
+    """Log-probabilities are those of full attention until a row has more blocks than are read, and others then."""
+    path, buckets = checkpoint("llama", num_hidden_layers=1), Buckets((16,), (1,), (96,))
+    some, whole, every = (build_llm(path, buckets, attention_pages=x) for x in (PAGES, None, "quest:12:8"))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    outputs = [llm.generate([TAILS[0][:9]], params)[0].outputs[0] for llm in (some, whole, every)]
+    selected, expected, of_every = (
+        [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        for output in outputs
+    )
+    assert outputs[2].token_ids == outputs[1].token_ids
+    assert of_every == expected  # bit by bit: rows have no more blocks than that
+    same = 24 - 9  # tokens, the prompt's own left out
+    np.testing.assert_allclose(selected[:same], expected[:same], rtol=0, atol=1e-5)
+    assert not np.allclose(selected[same + 2 :], expected[same + 2 :], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("llama int8", marks=pytest.mark.slow)])
+def test_pages_that_are_copied_evicted_and_given_away(kind, selecting, checkpoint):
+    """Parts of pages are taken, sequences are preempted; summaries are of the cells that are there."""
+    options = {"buckets": BUCKETS, "attention_pages": PAGES, "decode_steps": 4, **KINDS[kind]}
+    whole = selecting(kind).engine.plan
+    of_page, _ = whole.bytes_of()
+    llm = build_llm(checkpoint("llama"), cache_memory=of_page * (whole.columns * 3 // 2), **options)
+    sequences = crowd()
+    run_as_told(llm.engine, sequences, [(i // 2, None) for i in range(len(sequences))], 0)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.evicted_pages
+    assert_summaries(llm.engine)
+    assert all(len(s.tokens) == 20 for s in sequences)
+
+
+def test_drafts_change_no_token(selecting, checkpoint):
+    """Each of several queries of a row selects for itself, as if tokens came one by one."""
+    prompts = [[*tail[:5] * 4, *tail[:3]] for tail in TAILS[:3]]
+    drafting = build_llm(checkpoint("llama"), BUCKETS, attention_pages=PAGES, decode_steps=4, speculation="ngram:3")
+    assert tokens_of(drafting, prompts, GREEDY) == tokens_of(selecting("llama"), prompts, GREEDY)
+    assert drafting.stats.drafts
+    assert_summaries(drafting.engine)
+
+
+def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
+    shards = None if parallel is None else planned_shards(Parallelism.parse(parallel))
+    sizes = EngineOptions(max_batch=8, max_len=512, **{"attention_pages": "quest:2", **options})
+    return sizes.resolve(DeviceKind(platform), shards)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_pages": "quest"}, "attention_pages is text such as 'quest:64'"),
+        ({"attention_pages": "quest:1"}, "reads 2 pages or more"),
+        ({"parallel": "cp=2"}, "leave cp out of parallel"),
+        ({"platform": "neuron"}, "does not run on Trainium"),
+        ({"platform": "tpu", "kv_cache_dtype": "int8"}, "leave kv_cache_dtype out"),
+        ({"cascade": True}, "leave cascade out"),
+    ],
+)
+def test_what_cannot_select(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(**options)
+
+
+def test_models_and_pages_that_cannot():
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=2, scale=1.0, rope=None, window=8)
+    model = ModelConfig("test", vocab=64, dim=2, layers=(LayerSpec(attention, MlpSpec(hidden=2)),), context=512)
+    with pytest.raises(ConfigurationError, match="only windows, latents or states: leave it out"):
+        resolve().check_model(model)
+    with pytest.raises(ConfigurationError, match="blocks of 256 positions, and a page has 128: take blocks of 128"):
+        LLM("smollm2", max_batch=1, max_len=512, attention_pages="quest:2:256", progress=False)
+    assert not resolve("gpu").cascade
+
+
+def test_plans_commands_and_artifacts_know_them():
+    """A page of 128 positions has a summary of two numbers for each of a key: 1/128 of keys and values."""
+    shown = [
+        json.loads(CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)
+        for more in ([], ["--attention-pages", "quest:64"], ["--attention-pages", "quest:64:16"])
+    ]
+    tokens = [facts["cache_bytes"]["bfloat16"]["per_token"] for facts in shown]
+    assert tokens[1:] == [tokens[0] * 129 // 128, tokens[0] * 17 // 16]
+    assert shown[1]["attention_pages"] == "quest:64"
+    made = Deployment(configs.load("llama3-8b"), "cpu", "bfloat16", Buckets((16,), (2,), (4096,)), page_size=64)
+    selecting = dataclasses.replace(made, attention_pages="quest:8")
+    assert Deployment.from_json(json.loads(json.dumps(selecting.to_json()))) == selecting
+    (key, *_), plan = made.keys(), selecting.planned().plan
+    assert made.program_hash(key, None) != selecting.program_hash(key, None)
+    assert plan.bytes_of()[0] * 64 == made.planned().plan.bytes_of()[0] * 65
+    assert plan.blocks[0].names == ("k", "v", "summaries")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized_programs")
+def test_needles_are_found_in_a_third_of_the_cache(monkeypatch):
+    """Real weights: what the newest blocks alone do not have."""
+    right = {}
+    for name in ("quest", "newest"):
+        if name == "newest":
+            monkeypatch.setattr(selected_pages, "upper_bounds", newest_first)
+        llm = long_contexts.build("smollm2", 800, "quest:16:16", dtype="float32", scan=True)
+        right[name] = long_contexts.answers(llm, long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800))
+    assert right["quest"] >= 11
+    assert right["newest"] <= 4
+
+
+def newest_first(q: jax.Array, summaries: jax.Array) -> jax.Array:
+    """Bounds [B, C, K, m] by which the newest blocks are read."""
+    return jnp.broadcast_to(jnp.arange(summaries.shape[1], dtype=jnp.float32), (*q.shape[:3], summaries.shape[1]))

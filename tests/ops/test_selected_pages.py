@@ -1,0 +1,176 @@
+"""Decode attention that selects blocks equals a plain reading of the paper on the cells that it reads."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.attention_values import AttentionOptions, KvCache, NewCells
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.selected_pages import PageSelection, selected_attention, selects, write_summaries
+
+PAGE, COLUMNS, HEADS, GROUP, WIDTH, BLOCK = 32, 5, 2, 2, 16, 16
+COUNT, SCALE = 4, 0.3  # 10 blocks of a row, of which four are read
+EDGE = COUNT * BLOCK  # so many positions are read whole
+# Around the ends of blocks, of pages and of what is read whole; an inactive row; all slots.
+LENGTHS = [1, 15, 16, 17, 32, 33, EDGE - 1, EDGE, EDGE + 1, 0, 95, 96, 97, 128, 129, PAGE * COLUMNS]
+
+
+class Inputs(NamedTuple):
+    """A row's cells in order of their positions, keys and values [B, K, M * S, h]; the cache has NaN elsewhere."""
+
+    q: np.ndarray
+    rows: tuple[np.ndarray, np.ndarray]
+    cache: KvCache
+    summaries: jax.Array
+    new: NewCells | None
+
+
+def inputs(kind: str, queries: int = 1) -> Inputs:
+    """Rows of LENGTHS. Of a single query the cell is not in the cache yet."""
+    rng, rows = np.random.default_rng(len(kind)), len(LENGTHS)
+    draw = {
+        "normal": lambda *shape: rng.normal(size=shape),
+        # Many blocks have the same bound, and the sums are exact.
+        "ties": lambda *shape: rng.integers(-1, 2, shape),
+        # A block's bound is set by single cells, and most dimensions have one sign.
+        "outliers": lambda *shape: rng.normal(size=shape) * (rng.random(shape) < 0.05) * 30 + 0.1,
+        "zeros": lambda *shape: np.zeros(shape),
+    }[kind]
+    k, v = (draw(rows, HEADS, COLUMNS * PAGE, WIDTH).astype(np.float32) for _ in "kv")
+    q = draw(rows, queries, HEADS, GROUP, WIDTH).astype(np.float32)
+    table = rng.permutation(rows * COLUMNS).reshape(rows, COLUMNS).astype(np.int32)
+    table[LENGTHS.index(0)] = 1 << 30  # a free row's may be any
+    arrays = [np.full((rows * COLUMNS, HEADS, PAGE, WIDTH), np.nan, np.float32) for _ in "kv"]
+    summaries = np.full((rows * COLUMNS, PAGE // BLOCK, HEADS, 2 * WIDTH), np.nan, np.float32)
+    for row, length in enumerate(LENGTHS):
+        for p in range(max(length - (queries == 1), 0)):
+            page, slot = table[row, p // PAGE], p % PAGE
+            arrays[0][page, :, slot], arrays[1][page, :, slot] = k[row, :, p], v[row, :, p]
+        for first in range(0, length - BLOCK + 1, BLOCK):
+            keys = k[row, :, first : first + BLOCK]
+            place = table[row, first // PAGE], first % PAGE // BLOCK
+            summaries[place] = np.concatenate([keys.min(1), keys.max(1)], axis=-1)
+    last = np.maximum(np.array(LENGTHS) - 1, 0)
+    new = NewCells([jnp.asarray(x[np.arange(rows), :, last]) for x in (k, v)]) if queries == 1 else None
+    cache = KvCache(*map(jnp.asarray, arrays), pages=jnp.asarray(table), limit=PAGE * COLUMNS)
+    return Inputs(q, (k, v), cache, jnp.asarray(summaries), new)
+
+
+def blocks_by_the_paper(q: np.ndarray, keys: np.ndarray, length: int) -> list[int]:
+    """The blocks that queries [G, h] of one head read of keys [P, h]: the first, the newest, and those whose largest
+    possible product with a query is the highest."""
+    newest, bounds = (length - 1) // BLOCK, {}
+    for block in range(1, newest):
+        cells = keys[block * BLOCK : (block + 1) * BLOCK]
+        products = np.maximum(q * cells.min(0), q * cells.max(0)).sum(axis=-1, dtype=np.float64)
+        bounds[block] = products.max()
+    best = sorted(bounds, key=lambda block: (-bounds[block], block))[: COUNT - 2]
+    return sorted({0, newest, *best})
+
+
+def by_the_paper(it: Inputs, row: int, head: int, query: int, sinks: np.ndarray | None) -> np.ndarray:
+    """The output [G, h] of one query of a row."""
+    length = LENGTHS[row] - it.q.shape[1] + query + 1
+    if length <= 0:
+        return np.zeros((GROUP, WIDTH))
+    q, (k, v) = it.q[row, query, head], (x[row, head].astype(np.float64) for x in it.rows)
+    positions = [p for block in blocks_by_the_paper(q, k, length) for p in range(block * BLOCK, (block + 1) * BLOCK)]
+    positions = [p for p in positions if p < length]
+    logits = SCALE * q @ k[positions].T
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - top)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[head][:, None] - top))
+    return weights @ v[positions] / total
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries", "backend"),
+    [
+        *((kind, 1, "xla") for kind in ("normal", "ties", "outliers", "zeros")),
+        *(("normal", 3, "xla"), ("normal", 1, "pallas_gpu"), ("ties", 1, "pallas_tpu")),
+    ],
+)
+def test_reads_what_the_paper_reads(kind, queries, backend):
+    it = inputs(kind, queries)
+    sinks = np.random.default_rng(1).normal(size=(HEADS, GROUP)).astype(np.float32) if kind == "normal" else None
+    options = AttentionOptions(SCALE, sinks=None if sinks is None else jnp.asarray(sinks))
+    q = jnp.asarray(it.q if queries > 1 else it.q[:, 0])
+    attend = partial(selected_attention, options=options, count=COUNT, backend=backend)
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    out, lse, cache = jax.jit(lambda *x: attend(*x, new=it.new))(q, it.cache, it.summaries, lengths)
+    out = np.asarray(out).reshape(it.q.shape)
+    for row, query, head in np.ndindex(len(LENGTHS), queries, HEADS):
+        expected = by_the_paper(it, row, head, query, sinks)
+        np.testing.assert_allclose(out[row, query, head], expected, rtol=2e-5, atol=2e-5, err_msg=f"{row} {head}")
+    inactive = np.asarray(lse).reshape(len(LENGTHS), -1)[LENGTHS.index(0)]
+    assert np.all(inactive == -np.inf)
+    for new, x in zip(cache.arrays, it.rows, strict=True):  # all cells are in their places
+        for row, length in enumerate(LENGTHS):
+            cells = np.concatenate([new[page] for page in np.clip(it.cache.pages[row], 0, new.shape[0] - 1)], axis=1)
+            np.testing.assert_array_equal(cells[:, :length], x[row, :, :length])
+
+
+def test_rows_within_what_is_read_attend_in_full():
+    """The same positions in the same order; of longer rows something is left out."""
+    it, options, lengths = inputs("normal"), AttentionOptions(SCALE), jnp.asarray(LENGTHS, jnp.int32)
+    q = jnp.asarray(it.q[:, 0])
+    out = selected_attention(q, it.cache, it.summaries, lengths, options, COUNT, new=it.new)[0]
+    full = decode_attention(q, it.cache, lengths, options, new=it.new)[0]
+    short = np.array(LENGTHS) <= EDGE
+    np.testing.assert_allclose(out[short], full[short], rtol=0, atol=1e-6)
+    assert np.abs(out - full)[~short].max(axis=(1, 2, 3)).min() > 1e-3
+    assert selects(COLUMNS, it.summaries, COUNT)
+    assert not selects(COLUMNS, it.summaries, COLUMNS * PAGE // BLOCK)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_summaries_are_of_the_cells_alone(layer, scaled):
+    """Whatever a page had, NaN included; pages that do not exist are dropped, and others stay."""
+    rng = np.random.default_rng(0)
+    keys, scales = rng.integers(-9, 9, (2, 4, HEADS, PAGE, WIDTH)), rng.random((2, 4, HEADS, PAGE), np.float32)
+    keys = keys.astype(np.int8 if scaled else np.float32)
+    old = np.full((2, 4, PAGE // BLOCK, HEADS, 2 * WIDTH), np.nan, np.float32)
+    arrays = [keys, scales] if scaled else [keys]
+    arrays, of = ([x[1] for x in arrays], old[1]) if layer is None else (arrays, old)
+    pages, places = jnp.asarray([3, 5, 0]), jnp.asarray([1, 0, 0])
+    new = write_summaries(jnp.asarray(of), [jnp.asarray(x) for x in arrays], pages, places, layer)
+    numbers = keys[1] * (scales[1][..., None] if scaled else 1)
+    expected = old.copy()
+    for page, place in ((3, 1), (0, 0)):
+        cells = numbers[page, :, place * BLOCK : (place + 1) * BLOCK]
+        expected[1, page, place] = np.concatenate([cells.min(1), cells.max(1)], axis=-1)
+    np.testing.assert_array_equal(new, expected[1] if layer is None else expected)
+
+
+def test_options():
+    assert PageSelection.read(None) is None
+    for text in ("quest:64", "quest:64:16"):
+        assert str(PageSelection.read(text)) == text
+        assert PageSelection.read(PageSelection.read(text)) == PageSelection.read(text)
+    wrong = {
+        "text such as 'quest:64'": [
+            "quest",
+            "quest:",
+            "quest:-3",
+            "quest:2.5",
+            "",
+            64,
+            True,
+            "quest:1:2:3",
+            ["quest:2"],
+        ],
+        "has the methods quest": ["loki:64"],
+        "2 pages or more": ["quest:1", "quest:0:16"],
+        "a power of two": ["quest:4:24", "quest:4:0"],
+    }
+    for message, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=message):
+                PageSelection.read(value)
