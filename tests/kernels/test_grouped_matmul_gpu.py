@@ -127,4 +127,5 @@ def test_blocks_of_usual_shapes():
     assert [blocks(9, 1, 1, 4096, 4096, jnp.int4, 32, powers).depth for powers in (False, True)] == [32, 64]
     assert [blocks(n, 128, 2, 2048, 768, jnp.bfloat16, None).rows for n in (128, 4096, 16384)] == [16, 64, 128]
     assert blocks(65536, 128, 2, 2048, 768, jnp.bfloat16, None) == Blocks(128, 256, 64, warps=8)
+    assert blocks(32768, 32, 2, 2880, 2880, jnp.float4_e2m1fn, 32, True) == Blocks(128, 128, 64, warps=8)
     assert blocks(65536, 128, 2, 2048, 768, jnp.float32, None).rows == 64  # more would not fit on chip
