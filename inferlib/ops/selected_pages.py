@@ -182,19 +182,15 @@ def selected_attention(
         )
     if new is not None and backend not in IN_PLACE:
         cache, new = write_new(cache, new, lengths), None
-    pages, size = _table(cache), cache.k.shape[-2] // summaries.shape[-3]
-    of_row = summaries.at[pages if cache.layer is None else (cache.layer, pages)].get(mode="clip")
-    bounds = upper_bounds(q, of_row.reshape(rows, -1, *of_row.shape[3:]))
     lengths = jnp.maximum(lengths[:, None] - queries + 1 + jnp.arange(queries, dtype=jnp.int32), 0)
     lengths = jnp.where(of_rows[:, None] > 0, lengths, 0)
-    blocks, seen = selected_blocks(bounds, jnp.broadcast_to(lengths[..., None], bounds.shape[:3]), size, count)
-
-    view = _view(cache, blocks, size)
+    table, seen = _selection(q, cache, summaries, lengths, count, backend)
+    view = replace(_by_block(cache, cache.k.shape[-2] // summaries.shape[-3]), pages=table)
     if new is not None:  # a row's newest block is the last of each of its heads
         cells = [x.reshape(rows * heads, 1, x.shape[-1]) for x in new.cells]
         new = NewCells(cells, None if new.written is None else jnp.repeat(new.written, heads))
     alone, weighing = q.reshape(-1, 1, group, q.shape[-1]), replace(options, sinks=None)
-    out, lse, view = decode_attention(alone, view, seen.reshape(-1), weighing, new=new, backend=backend)
+    out, lse, view = decode_attention(alone, view, seen, weighing, new=new, backend=backend)
     out, lse = out.reshape(*q.shape[:-1], out.shape[-1]), lse.reshape(q.shape[:-1])
     if options.sinks is not None:
         active = (lengths > 0)[..., None, None]
@@ -206,14 +202,28 @@ def selected_attention(
     return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
 
 
-def _view(cache: KvCache, blocks: jax.Array, size: int) -> KvCache:
-    """The cache as pages of one KV head and `size` positions, with a table of these blocks [B, C, K, m] of rows."""
-    count, heads, slots = cache.k.shape[-4:-1]
-    each = slots // size
-    pages = jnp.take_along_axis(_table(cache)[:, None, None], blocks // each, axis=-1)
+def _selection(
+    q: jax.Array, cache: KvCache, summaries: jax.Array, lengths: jax.Array, count: int, backend: str
+) -> tuple[jax.Array, jax.Array]:
+    """The table [B * C * K, count] of pages of one head that queries q [B, C, K, G, h] read, and how many positions of
+    these they see. lengths [B, C]: positions of the row that they see."""
+    pages, (rows, queries, heads), (total, _, slots) = _table(cache), q.shape[:3], cache.k.shape[-4:-1]
+    size, each = slots // summaries.shape[-3], summaries.shape[-3]
+    if backend == "pallas_gpu" and cache.layer is None:
+        from inferlib.pallas_kernels.selected_pages_gpu import select_blocks, unsupported
+
+        if unsupported(pages.shape[1] * each) is None:
+            kernel = partial(select_blocks, size=size, count=count)
+            inputs = q.reshape(-1, *q.shape[2:]), summaries, jnp.repeat(pages, queries, axis=0), lengths.reshape(-1)
+            return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
+    of_row = summaries.at[pages if cache.layer is None else (cache.layer, pages)].get(mode="clip")
+    bounds = upper_bounds(q, of_row.reshape(rows, -1, *of_row.shape[3:]))
+    lengths = jnp.broadcast_to(lengths[..., None], (rows, queries, heads))
+    blocks, seen = selected_blocks(bounds, lengths, size, count)
+    numbers = jnp.take_along_axis(pages[:, None, None], blocks // each, axis=-1)
     head = jnp.arange(heads, dtype=jnp.int32)[:, None]
-    table = (jnp.clip(pages, 0, count - 1) * heads + head) * each + blocks % each
-    return replace(_by_block(cache, size), pages=table.reshape(-1, blocks.shape[-1]))
+    table = (jnp.clip(numbers, 0, total - 1) * heads + head) * each + blocks % each
+    return table.reshape(-1, count), seen.reshape(-1)
 
 
 def _by_block(cache: KvCache, size: int) -> KvCache:

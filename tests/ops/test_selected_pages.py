@@ -93,7 +93,8 @@ def by_the_paper(it: Inputs, row: int, head: int, query: int, sinks: np.ndarray 
     ("kind", "queries", "backend"),
     [
         *((kind, 1, "xla") for kind in ("normal", "ties", "outliers", "zeros")),
-        *(("normal", 3, "xla"), ("normal", 1, "pallas_gpu"), ("ties", 1, "pallas_tpu")),
+        *(("normal", 3, "xla"), ("normal", 1, "pallas_gpu"), ("ties", 3, "pallas_gpu"), ("zeros", 1, "pallas_gpu")),
+        ("ties", 1, "pallas_tpu"),
     ],
 )
 def test_reads_what_the_paper_reads(kind, queries, backend):
