@@ -1,10 +1,10 @@
-"""Compare every architecture with transformers, and print the table that `models/README.md` shows.
+"""Compare every architecture with transformers, or with its published arithmetic in torch, and print the table that
+`models/README.md` shows.
 
     python benchmarks/families.py --write
 
 The checkpoints are the tiny random ones of the tests, in float32. The table shows the largest difference of a logit
-from transformers, over the cases of an architecture (options of its configuration), and the standard deviation of
-transformers' logits.
+over the cases of an architecture (options of its configuration), and the standard deviation of the reference's logits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,24 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
             expected = reference_logits(path, tokens)
             hf = json.loads((path / "config.json").read_text())
             differences[hf["architectures"][0], family_of(hf).name].append(
-                (float(np.abs(one_pass(path, tokens, scan=True) - expected).max()), expected.std())
+                (float(np.abs(one_pass(path, tokens, stacked=True) - expected).max()), expected.std())
             )
+    return differences | looped()
+
+
+def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """The same of models that transformers does not have, against the published arithmetic in torch."""
+    from inferlib.models.families import family_of
+    from tests.helpers.looped import CASES, looped_logits, make_looped
+    from tests.models.test_parity import one_pass
+
+    differences, tokens = defaultdict(list), np.random.default_rng(0).integers(0, 131, 50).astype(np.int32)
+    for hf in track(CASES.values(), "against torch"):
+        with tempfile.TemporaryDirectory() as folder:
+            path, expected = make_looped(Path(folder), hf), looped_logits(hf, tokens)
+            name = hf.get("architectures", [hf.get("model_class_name")])[0]
+            error = float(np.abs(one_pass(path, tokens, stacked=True) - expected).max())
+            differences[name, family_of(hf).name].append((error, expected.std()))
     return differences
 
 

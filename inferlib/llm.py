@@ -75,6 +75,7 @@ class Settings(EngineSettings, total=False):
     revision: str | None
     generation_config: str
     adapters: Mapping[str, str | Path] | None
+    loop_steps: int | None
 
 
 class ChatForm(TypedDict, total=False):
@@ -115,6 +116,7 @@ class LLM:
         requests that are given none; "none" takes those of `SamplingParams()`.
     adapters: LoRA adapters by the names that requests give: directories that PEFT wrote. More can be loaded later, see
         `load_adapter`, `max_adapters` and `max_adapter_rank`.
+    loop_steps: how often a looped model (Huginn, Parcae) runs its core, 1 to 256; by default as in training on average.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 
@@ -137,6 +139,7 @@ class LLM:
     ):
         self.progress = on_terminal() if progress is None else progress
         revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
+        loop_steps = options.pop("loop_steps", None)
         adapters, decided = opened_adapters(options.pop("adapters", None), engine_options(config, options))
         check_seed(seed)
         check_flag("progress", progress, optional=True)
@@ -148,6 +151,7 @@ class LLM:
             if artifacts is not None and decided.speculation is None:
                 decided = replace(decided, speculation=Artifacts.open(artifacts).deployment.speculation)
             files = ModelFiles.open(model, revision, progress=self.progress)
+            files = files if loop_steps is None else files.looped(loop_steps)
             self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, decided, progress=self.progress)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):

@@ -25,8 +25,9 @@ from inferlib.checkpoint.source import CheckpointError, TensorSource, read_json
 from inferlib.config import ConfigurationError
 from inferlib.hub import HubName
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.families.common import LOOP_STEPS
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.adapter_factors import AdapterFactors
@@ -122,6 +123,17 @@ class ModelFiles:
             if unseen := [name for name in source.names() if name.startswith(family_of(hf).senses)]:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)
+
+    def looped(self, steps: int) -> ModelFiles:
+        """The same with its core run `steps` times. Raises ConfigError for a model without one, or other numbers."""
+        if self.config.loop is None:
+            raise ConfigError(
+                f"loop_steps is for models that repeat layers, and {self.config.family} does not: leave it out"
+            )
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise ConfigError(f"loop_steps is a whole number, such as {self.config.loop.steps}, got {steps!r:.100}")
+        hf = {**self.hf, LOOP_STEPS: steps}
+        return replace(self, hf=hf, config=config_from_hf(hf))
 
     def merged(self, adapter: str | Path) -> ModelFiles:
         """The same with an adapter merged into its weights: a directory that PEFT wrote. Raises CheckpointError."""

@@ -22,6 +22,7 @@ from inferlib.models.config import Mixer, ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
+from inferlib.models.looped import EACH_STEP
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.adapted_matmul import AdaptedWeight
@@ -224,7 +225,16 @@ class AbstractModel:
 
     def looks_up(self, name: str) -> bool:
         """True if a weight is a table, from which a step reads only the rows of its tokens."""
-        return name in ("positions", "per_layer.table") or (name == "embed" and not self.config.tied)
+        if name in ("positions", "per_layer.table") or name.endswith("value_embedding.table"):
+            return True
+        return name == "embed" and not self.config.tied
+
+    def passes(self, weight: WeightSpec) -> int:
+        """How often a step multiplies by a weight: in a loop as often as that runs."""
+        if weight.block is not None:
+            return self.config.runs(self.layers_of(weight.block)[0])
+        loop = self.config.loop
+        return loop.steps if loop is not None and weight.name.startswith(EACH_STEP) else 1
 
     @property
     def parameters(self) -> int:
@@ -282,7 +292,8 @@ def abstract_model(
     expert_slots: see `Layout`. adapters: how many may change the weights. Raises ShardingError if the mesh would cut a
     group of elements that share a scale.
     """
-    segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards, expert_slots)
+    layout = Layout(config, shards, expert_slots)
+    segments = segments_of(config.layers, scan=scan, loop=config.loop)
     build = lambda: Decoder(layout, segments, jnp.dtype(dtype))  # noqa: E731
     options: dict[str, Any] = dict(quantization=quantization, backend=backend, adapters=adapters)
     return abstract_module(build, layout, segments, dtype, **options)

@@ -170,6 +170,21 @@ class SandwichBlock(Block):
             return residual.plus(Branch(y), shards, self.scale), cache, load
 
 
+class NormedSumBlock(Block):
+    """x = post(x + attention(pre(x))); x = post(x + mlp(pre(x))) (Huginn)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        shards = ctx.shards
+        with jax.named_scope("attention"):
+            branch, cache = self.attend(self.pre_attn_norm.read(residual, shards)[1], ctx, cache)
+            x = self.post_attn_norm(residual.plus(branch, shards, self.scale).x, shards)
+        with jax.named_scope("mlp"):
+            residual = replace(residual, x=x)
+            branch, load = self.feed(self.pre_mlp_norm.read(residual, shards)[1], ctx, layer)
+            x = self.post_mlp_norm(residual.plus(branch, shards, self.scale).x, shards)
+        return replace(residual, x=x), cache, load
+
+
 class ParallelBlock(Block):
     """y = norm(x); x += attention(y) + mlp(y) (Cohere)."""
 
@@ -260,6 +275,8 @@ def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:
     extended = config.streams > 1 or config.per_layer is not None or spec.laurel or spec.scaled
     if defers or normed or extended or not (spec.pre_norm or spec.post_norm):
         return GeneralBlock
+    if spec.norms_sums:
+        return NormedSumBlock
     return ParallelBlock if spec.parallel else SandwichBlock if spec.post_norm else PreNormBlock
 
 
@@ -269,6 +286,8 @@ def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
     sharded: the kernel also sums over devices; then there may be no output biases, which every device would add.
     """
     if config.norm.kind != "rms" or config.norm.unit_offset or config.residual_scale != 1.0:
+        return False
+    if config.loop is not None:  # an injection reads it too
         return False
     return all(
         kind_of_block(layer, config) is PreNormBlock

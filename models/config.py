@@ -97,6 +97,15 @@ class OutputGate:
 
 
 @dataclass(frozen=True)
+class ValueEmbedding:
+    """A learned vector of the token's id is added to its value, from a table of `vocab` rows. The first `channels`
+    numbers of the layer's input gate it for each KV head, between 0 and 2 (Parcae)."""
+
+    vocab: int
+    channels: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention (GQA): `heads` query heads share `kv_heads` key/value heads."""
 
@@ -110,6 +119,7 @@ class AttentionSpec:
     # RMS norm over each head, over all heads together, or over each head without a learned weight.
     qk_norm: Literal["head", "full", "unit"] | None = None
     qk_norm_after_rope: bool = False
+    qk_norm_eps: float | None = None  # None: that of the model's norms
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
@@ -121,6 +131,7 @@ class AttentionSpec:
     chunk: int | None = None  # positions are cut into runs of `chunk`; a query sees its run only (Llama 4)
     cache_of: int | None = None  # this layer has no keys and values, and attends to those of that layer (Gemma 3n)
     gate: OutputGate | None = None
+    value_embedding: ValueEmbedding | None = None
 
     def __post_init__(self):
         if not self.value_dim:
@@ -421,6 +432,7 @@ class LayerSpec:
     scaled: bool = False  # a learned number multiplies the layer's output (Gemma 4)
     normed: NormedResidual | None = None
     laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
+    norms_sums: bool = False  # post norms take the sum of branch and residual, and make the next residual (Huginn)
 
     def __post_init__(self):
         apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.separate_norms)
@@ -428,6 +440,8 @@ class LayerSpec:
         beside = apart or self.parallel or self.post_norm or not self.pre_norm
         _require(not (self.normed and beside), "a normed residual needs norms before the branches and nothing else")
         _require(not (apart and not self.pre_norm), "LAuReL and experts with norms need norms before the branches")
+        both = self.pre_norm and self.post_norm and not (apart or self.parallel or self.scaled)
+        _require(not self.norms_sums or both, "norms of sums need norms before and after each branch and nothing else")
         two = self.parallel or self.post_norm or self.laurel
         _require(
             self.mlp is not None or (self.pre_norm and not two),
@@ -449,6 +463,45 @@ class PerLayerSpec:
 
     def __post_init__(self):
         _require(self.dim > 0 and self.vocab > 0, "per-layer embeddings need a positive size and vocabulary")
+
+
+MOST_LOOP_STEPS = 256
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """Layers `start` to `stop`, the core, run `steps` times; those before them are the prelude, those after them the
+    coda (Geiping et al. 2025, "Scaling up Test-Time Compute with Latent Reasoning").
+
+    The prelude's output e [T, D], normed if `entry_norm`, is injected into the state h [T, D] before each step:
+    "diagonal": exp(-d exp(A)) h + d (B e) with d = softplus(b), for vectors A, b (Prairie et al. 2026, "Parcae");
+    "linear": W [h, e]; "add": h + e. After the last step, a matrix ("linear") or the model's final norm ("final_norm")
+    makes the coda's input of h. state_std: standard deviation of the first state's numbers; 0: it is zero.
+
+    The weights of the core are stored once. Its layers have keys and values of each step.
+    """
+
+    start: int
+    stop: int
+    steps: int
+    injection: Literal["diagonal", "linear", "add"]
+    exit: Literal["linear", "final_norm"]
+    entry_norm: bool = False
+    state_std: float = 0.0
+
+    def __post_init__(self):
+        _require(
+            1 <= self.steps <= MOST_LOOP_STEPS,
+            f"a model's core can run 1 to {MOST_LOOP_STEPS} times, not {self.steps}: give loop_steps, or "
+            "mean_recurrence in config.json, within that",
+        )
+        _require(self.state_std >= 0, f"state_std must not be negative, got {self.state_std}")
+
+    def stage(self, layer: int) -> tuple[Literal["prelude", "core_block", "coda"], int]:
+        """The part that a layer belongs to, and the layer's number in it."""
+        if layer < self.start:
+            return "prelude", layer
+        return ("core_block", layer - self.start) if layer < self.stop else ("coda", layer - self.stop)
 
 
 @dataclass(frozen=True)
@@ -475,6 +528,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     per_layer: PerLayerSpec | None = None
     streams: int = 1  # parallel residuals, of which layers compute on the first (AltUp, Baykal et al. 2023)
+    loop: LoopSpec | None = None
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
@@ -484,6 +538,7 @@ class ModelConfig:
             self.per_layer is None or self.per_layer.vocab <= self.vocab, "a per-layer table exceeds the vocabulary"
         )
         self._require_caches()
+        self._require_core()
         for layer, after in zip(self.layers, (*self.layers[1:], None), strict=True):
             deferred = isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred
             _require(
@@ -491,6 +546,15 @@ class ModelConfig:
                 "experts can be deferred to the next layer's feed-forward only",
             )
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
+
+    def runs(self, layer: int) -> int:
+        """How often a step runs a layer."""
+        return self.loop.steps if self.loop is not None and self.loop.start <= layer < self.loop.stop else 1
+
+    @property
+    def depth(self) -> int:
+        """How many layers a token passes through."""
+        return sum(map(self.runs, range(len(self.layers))))
 
     @property
     def mixtures(self) -> tuple[MoeSpec, ...]:
@@ -514,3 +578,20 @@ class ModelConfig:
                     ours == theirs,
                     f"layer {i} shares the cache of layer {spec.cache_of} and has {name}={ours} instead of {theirs}",
                 )
+
+    def _require_core(self) -> None:
+        """The layers that a loop repeats must have keys and values and a dense feed-forward, with a single residual."""
+        loop, several = self.loop, self.streams > 1 or self.per_layer is not None
+        if loop is None:
+            return
+        _require(
+            0 < loop.start < loop.stop < len(self.layers),
+            f"a loop over layers {loop.start} to {loop.stop} of {len(self.layers)} leaves no prelude, core or coda",
+        )
+        _require(not several, "a loop needs a single residual without per-layer embeddings")
+        for layer in self.layers[loop.start : loop.stop]:
+            cached = isinstance(layer.attention, AttentionSpec) and layer.attention.cache_of is None
+            _require(
+                cached and isinstance(layer.mlp, MlpSpec),
+                "a loop repeats layers of attention with keys and values of their own and a dense feed-forward",
+            )

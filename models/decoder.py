@@ -20,6 +20,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerEmbedding
 from inferlib.models.layers.residual import Streams
 from inferlib.models.layout import Layout
+from inferlib.models.looped import Loop
 from inferlib.models.run_segment import run_segment, stacked
 from inferlib.models.segments import Segment, block_of
 from inferlib.models.stream import Residual
@@ -68,6 +69,8 @@ class Decoder(nnx.Module):
                 blocks.append(stacked(block, segment.count) if segment.count > 1 else block)
         self.blocks = nnx.List(blocks)
         self.final_norm = Norm(config.norm, config.dim, dtype)
+        if config.loop is not None:
+            self.loop = Loop(config.loop, config, self.final_norm, dtype)
         if not config.tied:
             self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
         if config.head_bias:
@@ -93,7 +96,8 @@ class Decoder(nnx.Module):
             caches = [
                 self.borrowed_cache(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)
             ]
-            ran = run_segment(segment, blocks, residual, ctx, caches, inputs, traced)
+            run = self.loop if segment.looped else run_segment
+            ran = run(segment, blocks, residual, ctx, caches, inputs, traced)
             residual, caches = ran.residual, ran.caches
             loads += ran.loads
             features |= ran.features
@@ -115,6 +119,8 @@ class Decoder(nnx.Module):
             raise ConfigError(f"features after {odd[0]} layers are asked for of a model of {count}")
         if self.config.streams > 1:
             raise ConfigError(f"{self.config.family} has {self.config.streams} residuals, and features are of one")
+        if self.config.loop is not None:
+            raise ConfigError(f"{self.config.family} repeats layers, and features are of layers that run once")
         if mailboxes is not None:
             raise ValueError("features are taken from whole sums: run the step without mailboxes")
 

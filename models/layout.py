@@ -39,6 +39,11 @@ class Layout:
                 f"{' and '.join(self.shards.mesh_axes(axes.POSITIONS))} axis, and recurrent layers, which take a "
                 "row's tokens in order, keep none: use tp, tp_sp, dp_attention, dp or ep"
             )
+        if self.config.loop is not None and (self.shards.size(axes.EMBED) > 1 or self.shards.splits_tokens):
+            raise ShardingError(
+                f"rules {self.shards.preset!r} split the model's width or tokens between products, which a loop over "
+                "layers cannot: use tp, cp, helix, dp or dp_attention"
+            )
         for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
             self._must_divide("value head size", size, axes.HEAD_OUT)
 

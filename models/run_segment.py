@@ -177,9 +177,11 @@ def _ringed(block: Block, ctx: StepContext, is_stacked: bool) -> frozenset[str]:
     return ring_fused(ring_choices(names, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend))
 
 
-# Axes of stacked weights that kernels index by layer: those of norms, and those that expand latents.
+# Axes of stacked weights that kernels index by layer: those of norms, and those that expand latents; and of tables, of
+# which few rows are read.
 _WHOLE = (
     (axes.LAYERS, axes.EMBED),
+    (axes.LAYERS, axes.TOKEN_IDS, axes.KV_HEADS, axes.HEAD_DIM),
     (axes.LAYERS, axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT),
     (axes.LAYERS, axes.KV_HEADS, axes.LATENT, axes.HEAD_DIM),
 )

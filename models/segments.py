@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from inferlib.models.config import LayerSpec
+from inferlib.models.config import LayerSpec, LoopSpec
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` repetitions of a pattern of layers, from layer `start`; scanned if count > 1."""
+    """`count` repetitions of a pattern of layers, from layer `start`; scanned if count > 1. looped: it is the core of a
+    loop, which runs several times (see `LoopSpec`)."""
 
     start: int
     pattern: tuple[LayerSpec, ...]
     count: int = 1
+    looped: bool = False
 
     @property
     def stop(self) -> int:
@@ -25,11 +27,15 @@ class Segment:
         return range(self.start + offset, self.stop, len(self.pattern))
 
 
-def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
-    """Cut the layers into repeating patterns (`scan`), or into one segment per layer.
+def segments_of(layers: Sequence[LayerSpec], *, scan: bool, loop: LoopSpec | None = None) -> tuple[Segment, ...]:
+    """Cut the layers into repeating patterns (`scan`), or into one segment per layer; a loop's core is one segment.
 
     Each segment takes the pattern that covers the most layers when repeated; of equals, the shortest.
     """
+    if loop is not None:
+        before, core, after = layers[: loop.start], layers[loop.start : loop.stop], layers[loop.stop :]
+        coda = (replace(segment, start=loop.stop + segment.start) for segment in segments_of(after, scan=scan))
+        return *segments_of(before, scan=scan), Segment(loop.start, tuple(core), looped=True), *coda
     if not scan:
         return tuple(Segment(i, (spec,)) for i, spec in enumerate(layers))
     segments, start = [], 0

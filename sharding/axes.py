@@ -21,6 +21,7 @@ ADAPTERS = "adapters"  # S: slots of adapters, which change weights
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages
 POSITIONS = "positions"  # S: positions in a cache page
+TOKEN_IDS = "token_ids"  # V: rows of a table that every device has whole
 CONTEXT = "context"  # rows of a table of learned positions
 TOKENS = "tokens"  # C: tokens of a prefill chunk
 ROWS = "rows"  # R: rows of the engine's state

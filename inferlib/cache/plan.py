@@ -100,7 +100,8 @@ class BlockState:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """The cache of a block of attention: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if it is scanned.
+    """The cache of a block of attention: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if it is scanned
+    or looped.
 
     ring: N rows have a ring each; otherwise there are N pages. dtype: of the values; scaled: each array has scales
     [N, K, S] or [L, N, K, S]. latent: the arrays are latents and rotary keys of MLA, which may be folded (see
@@ -422,7 +423,8 @@ class _Kind:
         """The cache of each block of layers, with one page."""
         blocks, model = [], self.model
         for layers in model.blocks():
-            spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
+            runs = len(layers) * model.config.runs(layers[0])  # a loop has cells of each step
+            spec, stack = model.config.layers[layers[0]].attention, (runs,) if runs > 1 else ()
             if isinstance(spec, Recurrent):
                 blocks.append(_states(model, spec, (*stack, rows)))
                 continue

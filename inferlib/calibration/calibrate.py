@@ -19,6 +19,7 @@ from inferlib.checkpoint.shipped import QuantizedSource
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.model_files import ModelFiles
+from inferlib.models.config import ConfigError
 from inferlib.models.quantization import Quantization
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
@@ -83,12 +84,17 @@ def calibrate(
 
 
 def _unquantized(files: ModelFiles) -> ModelFiles:
-    """Raise CheckpointError for a checkpoint that cannot be calibrated."""
+    """Raise CheckpointError or ConfigError for a model that cannot be calibrated."""
     if isinstance(files.source, QuantizedSource):
         raise CheckpointError(f"{files.path} is quantised already: calibrate the original")
     if isinstance(files.source, LaidOutWeights):
         form = "quantised" if files.source.quantization else "converted"
         raise CheckpointError(f"{files.path} is {form} already: calibrate the original")
+    if files.config.loop is not None:
+        raise ConfigError(
+            f"{files.config.family} repeats layers, and a calibration runs each once: leave it out and give `LLM` "
+            "quantization, which rounds weights as they are loaded"
+        )
     if files.tokenizer is None:
         raise CheckpointError(
             f"{files.path} has no tokenizer, which makes tokens of the text: put tokenizer.json there"

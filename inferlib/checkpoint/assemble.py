@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.checkpoint.attention import attention_assembly, fused_rows, latent_assembly
+from inferlib.checkpoint.looped import loop_assembly
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, MoeSpec
@@ -121,7 +122,8 @@ def _transposed(name: str, shape: tuple[int, ...]) -> Assembly:
 
 def top_assembly(names: Mapping[str, str], config: ModelConfig, part: str) -> Assembly:
     """How a part outside the layers is made: `embed`, `positions`, `final_norm`, `head`, the bias of one of the latter
-    two, `per_layer.table`, `.projection` or `.norm`, `streams.split` or `.merge`, in whose names "{n}" is a number."""
+    two, `per_layer.table`, `.projection` or `.norm`, `streams.split` or `.merge`, in whose names "{n}" is a number, or
+    what a loop has around its layers (see `loop_assembly`)."""
     module = part.removesuffix("_bias").removesuffix(".bias")
     if module != part:
         size = config.vocab if module == "head" else config.dim
@@ -130,6 +132,8 @@ def top_assembly(names: Mapping[str, str], config: ModelConfig, part: str) -> As
         tensors = tuple(names[part].format(n=n) + ".weight" for n in range(config.streams - 1))
         pieces = tuple(Piece(tensor, (config.dim, config.dim)) for tensor in tensors)
         return assembly(pieces, "n row column -> n column row" if len(pieces) > 1 else "row column -> 1 column row")
+    if part.startswith("loop."):
+        return loop_assembly(names, config, part)
     tensor = names[part] + ".weight"
     if part.startswith("per_layer."):
         spec = config.per_layer

@@ -61,6 +61,13 @@ def attention_assembly(names: Mapping[str, str], spec: AttentionSpec, parameter:
     # If queries and gates are one tensor, each head's in turn, both parameters read all of it.
     shared = spec.gate is not None and names["attn.gate"] == names["attn.q"]
     match part:
+        case "qkv" if parameter == "qkv_bias" and "attn.qk_bias" in names:
+            biases = Piece(names["attn.qk_bias"], (2, 1, spec.heads, h))
+            return Assembly((biases,), _QueryKeyBiases(_rotary(spec.rope)))
+        case "value_embedding.table" if spec.value_embedding is not None:
+            return assembly(tensors("value_embedding", spec.value_embedding.vocab, k * v), "row (k h) -> row k h", k=k)
+        case "value_embedding.gate" if spec.value_embedding is not None:
+            return assembly(tensors("value_gate", k, spec.value_embedding.channels), "k channel -> channel k")
         case "qkv" | "v":
             rows = {"q": spec.heads * h * (1 + shared)}
             if spec.cache_of is None:
@@ -164,6 +171,17 @@ class _FusedHeads:
         heads = [rearrange(x, "(k n h) ... -> k n h ...", **sizes) for x in (q, *kv)]
         turned = [half_split(x, self.rotary, axis=2) for x in heads[:2]]  # queries and keys
         return rearrange(jnp.concatenate([*turned, *heads[2:]], axis=1), "k n h ... -> ... k n h")
+
+
+@dataclass(frozen=True)
+class _QueryKeyBiases:
+    """Biases [2, 1, K, h] of queries and keys, one query head for each key head, as [K, 3, h] with none of values."""
+
+    rotary: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k = half_split(x[:, 0], self.rotary, axis=-1)
+        return jnp.stack([q, k, jnp.zeros_like(k)], axis=1)
 
 
 @dataclass(frozen=True)

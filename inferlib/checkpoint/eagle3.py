@@ -128,6 +128,7 @@ def head_config(
         raise ConfigError(f"{odd[0]} in config.json of {of} is not supported: train a head without it")
     if target.streams > 1:
         raise ConfigError(f"{target.family} has {target.streams} residuals, and an EAGLE-3 head takes states of one")
+    must_run_once(target)
     if more.get("use_aux_hidden_state") is False:
         raise ConfigError(f"{of} takes hidden states of one layer, so it is no EAGLE-3 head")
     if hf.get("vocab_size") != target.vocab:
@@ -138,6 +139,15 @@ def head_config(
     model = LLAMA.config({**hf, "vocab_size": vocab, "num_hidden_layers": hf.get("num_hidden_layers", 1)})
     layers = _feature_layers(hf.get(_IDS) or more.get(_IDS), len(target.layers), of)
     return Eagle3Config(model, target.vocab, target.dim, layers, embeds)
+
+
+def must_run_once(target: ModelConfig) -> None:
+    """Raise ConfigError for a target that repeats layers, of which no head is published."""
+    if target.loop is not None:
+        raise ConfigError(
+            f"{target.family} repeats layers, and an EAGLE-3 head takes states of layers that run once: draft by "
+            "'ngram:3' or by a model"
+        )
 
 
 def _feature_layers(ids: Any, count: int, of: str | Path) -> tuple[int, ...]:
@@ -154,6 +164,7 @@ def _feature_layers(ids: Any, count: int, of: str | Path) -> tuple[int, ...]:
 def new_head(target: ModelConfig, draft_vocab: int, feature_layers: Sequence[int] | None = None) -> dict[str, Any]:
     """The config.json of a new head: its layer is as wide as the target's, with heads as the target's if those are
     plain. feature_layers: after how many of the target's layers it takes hidden states; None: as published."""
+    must_run_once(target)
     layer = next((x for x in target.layers if isinstance(x.attention, AttentionSpec)), None)
     attention = layer.attention if layer is not None else None
     assert attention is None or isinstance(attention, AttentionSpec)

@@ -33,7 +33,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 # Endings of tensors that checkpoints contain and no model needs.
-_IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_IGNORED = ("freqs_cis", ".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 _IGNORED += tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
 
 
@@ -358,12 +358,15 @@ def item_of(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadIte
 def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
     """One layer's map of parts to modules, prefix included."""
     number, sub = divmod(layer, family.sublayers)
-    mixer = feed = family.prefix.format(i=number)
+    stage, number = ("", number) if config.loop is None else config.loop.stage(number)
+    mixer = feed = family.prefix.format(i=number, stage=stage)
     if family.halves:
         first = layer + sum(spec.mlp is not None for spec in config.layers[:layer])
         mixer, feed = (family.prefix.format(i=first + half) for half in range(2))
     return {
-        part: (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
+        part: module.format(layer=layer)
+        if "{layer}" in module
+        else (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
         for part, module in family.layer.items()
     }
 

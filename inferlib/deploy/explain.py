@@ -259,6 +259,7 @@ class ModelExplanation(Tables):
                 {"repeat": segment.count, "pattern": [asdict(layer) for layer in segment.pattern]}
                 for segment in self._model.segments
             ],
+            "loop": config.loop and asdict(config.loop),
             "width": config.dim,
             "norm": asdict(config.norm),
             "vocab": config.vocab,
@@ -312,7 +313,7 @@ def _plan(
 def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
     tokens = beyond = states = 0
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
-        size = len(layers) * sum(array.position_bytes() for array in block.owned)
+        size = len(layers) * model.config.runs(layers[0]) * sum(array.position_bytes() for array in block.owned)
         tokens += size
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0

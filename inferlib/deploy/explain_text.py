@@ -32,6 +32,9 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         table.add_row("layers", f"{len(config.layers)}: {', '.join(_runs(s, kinds) for s in segments)}")
         for number, kind in enumerate(kinds, 1):
             table.add_row(f"  kind {number}", layer_text(kind))
+    if (loop := config.loop) is not None:
+        each = f"layers {loop.start} to {loop.stop - 1}, {loop.steps} times, with cells of each step"
+        table.add_row("loop", f"{each}; {loop.injection} injection")
     table.add_row("width", str(config.dim))
     table.add_row("norm", f"{config.norm.kind}, eps {config.norm.eps:g}")
     if config.per_layer is not None:
@@ -124,6 +127,7 @@ def layer_text(layer: LayerSpec) -> str:
         parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
         parts += ["sinks"] if attention.sinks else []
         parts += [f"{attention.gate.activation} gates"] if attention.gate else []
+        parts += ["value embeddings"] if attention.value_embedding else []
     parts += ["query temperature"] if attention.temperature else []
     if rope is None or (isinstance(attention, MlaSpec) and not attention.rotates):
         parts += ["no RoPE"]
@@ -131,7 +135,7 @@ def layer_text(layer: LayerSpec) -> str:
         scaling = f" scaled by {rope.scaling.kind}" if rope.scaling else ""
         parts += [f"RoPE of {rope.dim} with base {rope.base:g}{scaling}"]
     parts += _feed_forward(layer.mlp)
-    parts += ["post-norm"] if layer.post_norm else []
+    parts += ["post-norm" + " of sums" * layer.norms_sums] if layer.post_norm else []
     parts += [f"LAuReL {layer.laurel}"] if layer.laurel else []
     parts += ["parallel"] if layer.parallel else []
     return ", ".join(parts)

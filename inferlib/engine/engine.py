@@ -124,7 +124,7 @@ class Engine:
         check_tiers(self.plan, config)
         self.tiers = Tiers(self.programs.models, weights, self.plan, config) if config.has_tiers else None
         self.stats, self.clock = EngineStats(), Clock()
-        cascade = Cascade.of(config, self.plan, len(model.config.layers))
+        cascade = Cascade.of(config, self.plan, model.config.depth)
         self.adapters = None if config.adapters is None else AdapterPool(self.programs.factors)
         self.scheduler = Scheduler(config, self.plan, cascade, self.tiers, self.adapters)
         self._deadlines = Deadlines()

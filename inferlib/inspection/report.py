@@ -22,6 +22,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
+from inferlib.models.looped import MATRICES
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.planning.experts import expert_bytes
@@ -361,8 +362,8 @@ def _passes(programs: ProgramSet, key: ProgramKey) -> Iterator[tuple[AbstractMod
 
 
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
-    """Bytes that a step must read on one device: its weights once, and what its tokens see of the cache of its rows
-    once. Experts count as far as they are chosen if all are equally likely."""
+    """Bytes that a step must read on one device: its weights once, those of a loop too, and what its tokens see of the
+    cache of its rows once. Experts count as far as they are chosen if all are equally likely."""
     config = programs.config
     return sum(times * _bytes_of(model, plan, config, seen) for model, plan, seen, times in _passes(programs, key))
 
@@ -373,9 +374,11 @@ def _bytes_of(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: 
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:
             continue
+        rows = len(weight.shape) - len(weight.of_layer.shape)  # the dimension of a table's rows
         for spec in weight.arrays:
             size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
-            total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
+            row = nbytes(spec.shape[:rows] + spec.shape[rows + 1 :], spec.dtype)
+            total += tokens * row if model.looks_up(weight.name) else size
     pairs = zip(plan.blocks, model.blocks(), strict=True)
     reaches = ((block, model.config.layers[layers[0]].attention.reach) for block, layers in pairs)
     return total + sum(_cache_read(block, reach, config, key) for block, reach in reaches)
@@ -411,12 +414,12 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
 
 def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey) -> int:
     tokens = _tokens(shards, key)
-    matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
-    inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
+    matrices = [w for w in model.weights if (w.contracting and axes.VOCAB not in w.axes) or w.name in MATRICES]
+    inside = sum(model.passes(w) * prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
     head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
     ends = tokens if key.detail else key.chunks + key.decoded
     attention = 0
-    for layer in model.config.layers:
+    for layer in (x for i, x in enumerate(model.config.layers) for _ in range(model.config.runs(i))):
         spec, heads = layer.attention, model.layout.heads(layer.attention)
         if isinstance(spec, Recurrent):
             attention += 2 * tokens * heads.groups * heads.queries * spec.token_products

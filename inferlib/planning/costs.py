@@ -174,6 +174,7 @@ class Matrix:
     in_mlp: bool = False
     count: int = 1
     packed: WeightSpec | None = None
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Deployed:
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
             cached = sum(array.position_bytes(self.shards) for array in block.arrays)
             state = block.row_bytes(self.shards) if isinstance(block, BlockState) else 0
-            blocks.append(Block(len(layers), spec, heads, cached, state))
+            blocks.append(Block(len(layers) * self.config.runs(layers[0]), spec, heads, cached, state))
         return tuple(blocks)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
@@ -344,10 +345,11 @@ class Deployed:
     def _work(self, key: ProgramKey, sampled: int, queries: Sequence[Queries]) -> Work:
         tokens, decode = sum(q.tokens for q in queries), not key.chunks
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        parts = [self._product(m, count[m.use], tokens) for m in self.matrices if m.use != "looked up"]
+        matrices = [m for m in self.matrices for _ in range(m.passes)]
+        parts = [self._product(m, count[m.use], tokens) for m in matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
         kernels, cache = [part for part, _ in parts], 0.0
-        thin = [self._thin_products(m.packed, m, count[m.use]) for m in self.matrices if m.packed is not None]
+        thin = [self._thin_products(m.packed, m, count[m.use]) for m in matrices if m.packed is not None]
         kernels, flops = kernels + thin, flops + sum(part.flops for part in thin)
         for block, q in itertools.product(self.blocks, queries):
             done, touched = self._attention(block, q)
@@ -430,7 +432,10 @@ class Deployed:
         """Seconds of the small operations of all layers."""
         scheme = None if self.quantization is None else self.quantization.scheme
         layers = self.config.layers
-        return sum(small_seconds(layer, tokens, scheme, self.target, self.shards) for layer in layers)
+        return sum(
+            self.config.runs(i) * small_seconds(layer, tokens, scheme, self.target, self.shards)
+            for i, layer in enumerate(layers)
+        )
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
@@ -492,7 +497,8 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         if weight.scheme is not None:
             one = weight.of_layer
             packed = replace(one, shape=shards.local_shape(one.axes, one.shape))
-        matrices.append(Matrix(*counts, use, experts, weight.part.startswith("mlp."), count, packed))
+        in_mlp, passes = weight.part.startswith("mlp."), model.passes(weight)
+        matrices.append(Matrix(*counts, use, experts, in_mlp, count, packed, passes))
     return tuple(matrices)
 
 

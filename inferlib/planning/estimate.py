@@ -120,7 +120,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     _streams(ledger, model, tokens, 1)
     passed = set()  # unscanned layers whose cache was passed on: XLA passes it on once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
-        layer, ledger.times = config.layers[layers[0]], len(layers)
+        layer, ledger.times = config.layers[layers[0]], len(layers) * config.runs(layers[0])
         flops = _in_ring(ledger, model, number, tokens)
         _extras(ledger, model, layer, tokens)
         ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])

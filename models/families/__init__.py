@@ -30,6 +30,7 @@ from inferlib.models.families import (
     llama,
     llama4,
     longcat_flash,
+    looped,
     mamba,
     mimo_v2_flash,
     minicpm3,
@@ -114,6 +115,8 @@ FAMILIES: tuple[Family, ...] = (
     mimo_v2_flash.MIMO_V2_FLASH,
     llama4.LLAMA4,
     llama4.LLAMA4_TEXT,
+    looped.HUGINN,
+    looped.PARCAE,
 )
 
 # Architectures that are not supported, with the first feature that the decoder lacks.
@@ -142,8 +145,9 @@ for _family in FAMILIES:
 
 
 def family_of(hf: dict[str, Any]) -> Family:
-    """The family of a Hugging Face config, by its `architectures` entry."""
-    names = hf.get("architectures") or []
+    """The family of a Hugging Face config, by its `architectures` entry; where it has none (Parcae), by the name of the
+    model's class."""
+    names = hf.get("architectures") or [name for name in [hf.get("model_class_name")] if name is not None]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"architectures in config.json must be a list of names, it is {names!r}")
     for name in names:

@@ -57,6 +57,7 @@ MOE_LAYER = LAYER | {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
+LOOP_STEPS = "loop_steps"  # an option beside those of config.json: how often a looped model's core runs
 TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -117,16 +118,18 @@ class Family:
 
     recipe: Hugging Face config dictionary -> ModelConfig. defaults: values that transformers' configuration class
     assumes for keys that config.json lacks. layer: part of a layer -> checkpoint module below `prefix`; entries that a
-    config does not use are ignored. top: `embed`, `final_norm`, `head` -> checkpoint module. fused_experts: the layout
-    of tensors that store all experts. fused: entries that replace those of `layer` where experts are fused, if
-    checkpoints of both forms are published. computed: parts of layers that no checkpoint stores, as functions of a
-    layer, its number and the number of layers. base: beginning of every tensor's name, absent in checkpoints of a model
-    without its head. transposed: matrices of layers are stored [in, out]. sublayers: number of our layers that the
-    checkpoint stores as one; {sub} in a module is a layer's number there. halves: the checkpoint stores a layer's mixer
-    and its feed-forward as two layers. drafts: beginnings of the names of tensors for predicting several tokens at
-    once, which are not read; {layers} is the number of layers. senses: beginnings of the names of tensors of images and
-    sound, which are not read; the loader says so. text_type: the `model_type` of the text part, if an architecture can
-    have several. lists: options that are one number in other families, but here may be a list with one for each layer.
+    config does not use are ignored, and a module with "{layer}", our layer's number, is not below `prefix`. top:
+    `embed`, `final_norm`, `head` -> checkpoint module. fused_experts: the layout of tensors that store all experts.
+    fused: entries that replace those of `layer` where experts are fused, if checkpoints of both forms are published.
+    computed: parts of layers that no checkpoint stores, as functions of a layer, its number and the number of layers.
+    base: beginning of every tensor's name, absent in checkpoints of a model without its head. prefix: {i} is a layer's
+    number; of a looped model, in its {stage}: "prelude", "core_block" or "coda". transposed: matrices of layers are
+    stored [in, out]. sublayers: number of our layers that the checkpoint stores as one; {sub} in a module is a layer's
+    number there. halves: the checkpoint stores a layer's mixer and its feed-forward as two layers. drafts: beginnings
+    of the names of tensors for predicting several tokens at once, which are not read; {layers} is the number of layers.
+    senses: beginnings of the names of tensors of images and sound, which are not read; the loader says so. text_type:
+    the `model_type` of the text part, if an architecture can have several. lists: options that are one number in other
+    families, but here may be a list with one for each layer.
     """
 
     name: str

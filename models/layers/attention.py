@@ -20,6 +20,7 @@ from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
+from inferlib.models.layers.value_embedding import ValueEmbeddings
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import (
     cache_write,
@@ -78,6 +79,8 @@ class Attention(nnx.Module):
             size, names, sums = ((), (), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,), (0,))
             names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
             self.gate = param((inputs, k, g, *size), names, dtype, contracting=sums)
+        if spec.value_embedding is not None:
+            self.value_embedding = ValueEmbeddings(spec.value_embedding, k, value, dtype)
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
@@ -119,6 +122,8 @@ class Attention(nnx.Module):
             unfit = "pages that its queries select"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
+        elif spec.value_embedding is not None:
+            unfit = "value embeddings"
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
             unfit = "other norms, or values that are projected apart"
         cells = cache.keys_and_values(pages=cache.table_of(ctx.table, ctx.limit))
@@ -185,6 +190,8 @@ class Attention(nnx.Module):
             v = v + self.v_bias[...] if spec.qkv_bias else v
         if spec.value_norm:
             v = rms_norm(v, jnp.ones(spec.cache_sizes[1:]), self.norm.eps)
+        if spec.value_embedding is not None:
+            v = v + self.value_embedding(whole(x), ctx).astype(v.dtype)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         return q, (finish(k, "k", ctx), v)
 
@@ -197,7 +204,8 @@ class Attention(nnx.Module):
         return self.qk_norm(x, which, ctx.shards) if spec.qk_norm and spec.qk_norm_after_rope else x
 
     def qk_norm(self, x: jax.Array, which: Literal["q", "k"], shards: Shards) -> jax.Array:
-        spec, eps, offset = self.spec, self.norm.eps, self.norm.unit_offset
+        spec, offset = self.spec, self.norm.unit_offset
+        eps = self.norm.eps if spec.qk_norm_eps is None else spec.qk_norm_eps
         if spec.qk_norm == "unit":
             return rms_norm(x, jnp.ones((spec.head_dim,)), eps)
         weight = (self.q_norm if which == "q" else self.k_norm)[...]

@@ -181,6 +181,7 @@ def test_the_last_axis_takes_the_nearest():
             ["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"],
             ["tp=8", "ep=8", "tp=2,ep=2,dp=2", "tp=4,ep=2,rules=dp_attention"],
         ),
+        ("parcae-370m", "cp=2,tp=4"),
     ],
 )
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
@@ -206,6 +207,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
         ("deepseek-v2-lite", "cp=2,tp=2,ep=2"),
         ("qwen3-next-80b-a3b", "ep=4,tp=2"),
         ("nemotron-h-8b", "tp=8"),
+        ("huginn-3.5b", "tp=4,dp=2"),
     ],
 )
 def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
@@ -241,6 +243,21 @@ def test_a_decode_step_by_hand():
     quantized = deployed("llama3-8b", "v5e-1", "tp=1", "int8").decode(rows=4, live=1000)
     assert 0.5 < quantized.weight_bytes / work.weight_bytes < 0.502  # and the scales
     assert quantized.flops == work.flops
+
+
+def test_the_core_of_a_loop_is_stored_once_and_read_at_every_step():
+    config, target, parallel = config_from_hf(load("parcae-370m")), parse_target("v5e-1"), Parallelism.parse("tp=1")
+    loop = config.loop
+    assert loop is not None
+    eight, one = (Deployed(replace(config, loop=replace(loop, steps=n)), target, parallel) for n in (8, 1))
+    core = 4 * (12 * 1024**2 + 2 * 1024) + 2 * 32 * 8  # with norms and two gates of value embeddings
+    vectors = 2 * 1024  # of the injection, whose matrix is read once
+    assert eight.memory(4, 2048, 512).weights == one.memory(4, 2048, 512).weights
+    read = (it.decode(rows=4, live=1000) for it in (eight, one))
+    more, less = (work.weight_bytes for work in read)
+    assert more - less == 7 * 2 * (core + vectors)
+    cells = [it.decode(rows=4, live=1000).cache_bytes for it in (eight, one)]
+    assert cells[0] / cells[1] == (8 + 4 * 8) / 12
 
 
 def test_sampling_passes_over_the_logits_of_rows_and_chunks():

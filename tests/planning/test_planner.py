@@ -257,6 +257,8 @@ PARAMETERS = {  # billions, as published
     "gemma4-e4b": 7.46,
     "gemma4-26b-a4b": 25.2,
     "glm-4.5": 355,
+    "huginn-3.5b": 3.56,
+    "parcae-370m": 0.388,  # with value embeddings
     "llama3-1b": 1.24,
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,

@@ -1,0 +1,136 @@
+"""The core of a looped model: layers that run several times with the same weights (see `LoopSpec`).
+
+Before each step, the prelude's output e is injected into the state h. What an injection makes of e alone is the same at
+every step, so it is computed once. The first state of a position is always the same, drawn from the position's number:
+results depend on neither the batch, nor how a prompt is cut, nor what is cached of it.
+
+Shapes: T tokens; D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from inferlib.models.batch import StepContext
+from inferlib.models.blocks import Block
+from inferlib.models.config import LoopSpec, ModelConfig
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.norm import Norm
+from inferlib.models.layers.param import param
+from inferlib.models.run_segment import Ran, run_segment
+from inferlib.models.segments import Segment
+from inferlib.models.stream import Residual
+from inferlib.sharding import axes
+
+EACH_STEP = "loop.injection."  # the beginning of names of weights that every step reads, beside those of the core
+MATRICES = ("loop.input", "loop.injection.state", "loop.exit")  # names of the matrices around the core
+
+
+class Loop(nnx.Module):
+    """The core's steps, from the prelude's output to the coda's input. final_norm: that of the model, which has its
+    weights."""
+
+    def __init__(self, spec: LoopSpec, config: ModelConfig, final_norm: Norm, dtype):
+        self.spec, self.dim, self.dtype = spec, config.dim, dtype
+        # Errors of these weights would add up over the steps, so they are not quantised.
+        shape, names = (config.dim, config.dim), (axes.STREAMS, axes.EMBED)
+        if spec.entry_norm:
+            self.entry_norm = Norm(config.norm, config.dim, dtype)
+        if spec.injection != "add":
+            self.input = param(shape, names, dtype)
+        self.injection = _INJECTIONS[spec.injection](config.dim, dtype)
+        self.exit = param(shape, names, dtype) if spec.exit == "linear" else final_norm
+
+    def __call__(
+        self,
+        segment: Segment,
+        blocks: Sequence[Block],
+        residual: Residual,
+        ctx: StepContext,
+        caches: Sequence[LayerCache],
+        inputs: jax.Array | None,
+        traced: dict,
+    ) -> Ran:
+        """Run the core; see `run_segment`. The caches hold the cells of each step, as those of stacked layers do."""
+        injected = self.injected(residual.x, ctx)
+        once = self.spec.steps == 1
+
+        def step(carry, number):
+            state, arrays = carry
+            at = [replace(c, arrays=x, layer=None if once else number) for c, x in zip(caches, arrays, strict=True)]
+            with jax.named_scope("injection"):
+                x = self.injection(state, injected, ctx)
+            ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
+            return (ran.residual.x, tuple(cache.arrays for cache in ran.caches)), None
+
+        # The cache is carried: as an input and output of the scan it would exist twice.
+        carry = self.first_state(ctx), tuple(cache.arrays for cache in caches)
+        (state, arrays), _ = lax.scan(step, carry, jnp.arange(self.spec.steps, dtype=jnp.int32))
+        new = [replace(cache, arrays=x) for cache, x in zip(caches, arrays, strict=True)]
+        return Ran(replace(residual, x=self.outputs(state, ctx)), new, [], {})
+
+    def injected(self, x: jax.Array, ctx: StepContext) -> jax.Array:
+        """What every step injects of the prelude's output [T, D]."""
+        with jax.named_scope("injection"):
+            e = self.entry_norm(x, ctx.shards) if self.spec.entry_norm else x
+            return e if self.spec.injection == "add" else ctx.matmul(e, self.input[...])
+
+    def first_state(self, ctx: StepContext) -> jax.Array:
+        """[T, D] before the first step: numbers within three standard deviations, by the positions of the tokens."""
+        if not self.spec.state_std:
+            return jnp.zeros((ctx.tokens, self.dim), self.dtype)
+        seed = jax.random.key(0, impl="threefry2x32")
+
+        def draw(position: jax.Array) -> jax.Array:
+            return jax.random.truncated_normal(jax.random.fold_in(seed, position), -3.0, 3.0, (self.dim,))
+
+        return (self.spec.state_std * jax.vmap(draw)(jnp.maximum(ctx.positions, 0))).astype(self.dtype)
+
+    def outputs(self, state: jax.Array, ctx: StepContext) -> jax.Array:
+        """The coda's input [T, D], of the state after the last step."""
+        if isinstance(self.exit, Norm):
+            return self.exit(state, ctx.shards)
+        return ctx.matmul(state, self.exit[...])
+
+
+class DiagonalInjection(nnx.Module):
+    """exp(-d exp(A)) h + d (B e) with d = softplus(b): each channel of h fades, whatever its weights are, so that the
+    state stays bounded (Prairie et al. 2026, "Parcae"). Computed in float32, as a fading multiplies at every step."""
+
+    def __init__(self, dim: int, dtype):
+        self.decay = param((dim,), (axes.EMBED,), dtype, "zeros")  # A
+        self.step = param((dim,), (axes.EMBED,), dtype, "zeros")  # b
+
+    def __call__(self, h: jax.Array, injected: jax.Array, ctx: StepContext) -> jax.Array:
+        step = jax.nn.softplus(self.step[...].astype(jnp.float32))
+        fading = jnp.exp(-step * jnp.exp(self.decay[...].astype(jnp.float32)))
+        return (fading * h + step * injected).astype(h.dtype)
+
+
+class LinearInjection(nnx.Module):
+    """W [h, e], of which W's second half has been multiplied by e."""
+
+    def __init__(self, dim: int, dtype):
+        self.state = param((dim, dim), (axes.STREAMS, axes.EMBED), dtype)
+
+    def __call__(self, h: jax.Array, injected: jax.Array, ctx: StepContext) -> jax.Array:
+        return ctx.matmul(h, self.state[...]) + injected
+
+
+class AdditiveInjection(nnx.Module):
+    """h + e."""
+
+    def __init__(self, dim: int, dtype):
+        pass
+
+    def __call__(self, h: jax.Array, injected: jax.Array, ctx: StepContext) -> jax.Array:
+        return h + injected
+
+
+_INJECTIONS = {"diagonal": DiagonalInjection, "linear": LinearInjection, "add": AdditiveInjection}
