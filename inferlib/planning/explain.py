@@ -122,4 +122,5 @@ def _array_name(block: BlockCache | BlockState, number: int) -> str:
     """The name of one of the arrays that a block owns."""
     if isinstance(block, BlockState):
         return block.names[number]
-    return ("ring" if block.ring else "cache") + " scales" * (number >= len(block.shapes))
+    what = " summaries" if block.arrays[number] in block.summaries else " scales" * (number >= len(block.shapes))
+    return ("ring" if block.ring else "cache") + what

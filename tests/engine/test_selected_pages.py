@@ -18,6 +18,7 @@ from benchmarks import long_contexts
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cli import app
 from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.deploy.explain import explain
 from inferlib.engine.engine import Engine
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops import selected_pages
@@ -178,6 +179,11 @@ def test_plans_commands_and_artifacts_know_them():
         json.loads(CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)
         for more in ([], ["--attention-pages", "quest:64"], ["--attention-pages", "quest:64:16"])
     ]
+    mesh = explain("llama3-8b", "tp=4", max_len=2048, attention_pages="quest:64").mesh
+    assert {p.name: p.local_shape for p in mesh.cache} == {
+        "cache": (128, 2, 128, 128),
+        "cache summaries": (128, 1, 2, 256),
+    }
     tokens = [facts["cache_bytes"]["bfloat16"]["per_token"] for facts in shown]
     assert tokens[1:] == [tokens[0] * 129 // 128, tokens[0] * 17 // 16]
     assert shown[1]["attention_pages"] == "quest:64"
