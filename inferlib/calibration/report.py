@@ -1,15 +1,19 @@
-"""What a calibration did to each matrix, as a table."""
+"""What a calibration did to each matrix, as a table and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib.tables import Part, Tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class MatrixReport:
 
 @dataclass(frozen=True)
 class CalibrationReport(Tables):
-    """The result of `calibrate`: `print` shows a table of losses by layer and part.
+    """The result of `calibrate`: `print` shows a table of losses by layer and part, `plot` a picture.
 
     bits: of an element of a quantised matrix, scales included. nbytes: of all weights. tokens: that were used. seconds:
     of this run; `matrices` has one entry for each quantised matrix.
@@ -48,6 +52,27 @@ class CalibrationReport(Tables):
 
     def parts(self) -> Sequence[Part]:
         return [self._table(), *self._lines()]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"out": str(self.out)}
+
+    def plot(self) -> Figure:
+        """The error of each part's products over the layers; dashed lines are of rounding to nearest."""
+        from matplotlib.figure import Figure  # takes a second
+
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axes = figure.subplots()
+        for name in dict.fromkeys(matrix.part for matrix in self.matrices if matrix.layer is not None):
+            points = [(m.layer, m.loss, m.nearest) for m in self.matrices if m.part == name and m.layer is not None]
+            layers, losses, nearest = zip(*points, strict=True)
+            (line,) = axes.plot(layers, losses, marker=".", label=name)
+            axes.plot(layers, nearest, linestyle="--", linewidth=1, color=line.get_color())
+        axes.set(xlabel="layer", ylabel="error, share of the products' square", yscale="log")
+        axes.set_title(f"{self.method} to {self.quantization}, {self.bits:.2f} bits; dashed: nearest", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, ncols=2)
+        return figure
 
     def _table(self) -> Table:
         names = list(dict.fromkeys(matrix.part for matrix in self.matrices))

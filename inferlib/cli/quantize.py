@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import Revision, TextArguments, grouped
-from inferlib.cli.output import user_errors, write
+from inferlib.cli.arguments import Json, Revision, TextArguments, grouped
+from inferlib.cli.output import check_output_file, json_line, user_errors, write
+
+if TYPE_CHECKING:
+    from inferlib.texts import TextSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    panel: ClassVar = "Report"
+
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file of other text, of which as many tokens tell how far the result is from the model: "
+            "perplexity and KL divergence, as inferlib eval --against."
+        ),
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="Write errors by layer as a picture (.png, .svg, .pdf).")] = None
+    json: Json = False
+
+    def sample(self, text: TextArguments) -> TextSample | None:
+        """The held-out text, cut as the text to calibrate on."""
+        from inferlib.texts import TextSample
+
+        return None if self.held_out is None else TextSample(self.held_out, text.tokens, text.window)
 
 
 @grouped
@@ -30,15 +55,38 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="Format of the matrices, as --quantization of other commands.")] = "int4",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of other weights.")] = "bfloat16",
     revision: Revision = None,
+    report: ReportArguments,
 ) -> None:
     """Quantise a model by what its matrices multiply on a text, and write it to a directory that other commands load.
 
     Layer by layer; an interrupted run goes on if it is started again. Prints the error of each matrix.
     """
     from inferlib.calibration.calibrate import calibrate
+    from inferlib.evaluation.evaluate import evaluate
     from inferlib.texts import TextSample
 
+    check_output_file("--plot", report.plot)
     with user_errors():
-        texts = TextSample(text.data, text.tokens, text.window)
-        report = calibrate(model, out, data=texts, method=method, scheme=scheme, dtype=dtype, revision=revision)
-    write(report.text(terminal=False))
+        texts, held_out = TextSample(text.data, text.tokens, text.window), report.sample(text)
+        original = None if held_out is None else _checked(held_out, model, revision)
+        result = calibrate(model, out, data=texts, method=method, scheme=scheme, dtype=dtype, revision=revision)
+        if report.plot is not None:
+            result.plot().savefig(report.plot)
+        evaluation = None if held_out is None else evaluate(out, held_out, against=original)
+    if report.json:
+        facts = {"calibration": result.to_json(), "evaluation": evaluation and evaluation.to_json()}
+        write(json_line(facts).decode())
+    else:
+        write(result.text(terminal=False))
+        if evaluation is not None:
+            write(evaluation.text())
+
+
+def _checked(held_out: TextSample, model: str, revision: str | None) -> Path:
+    """Where the model is. Raises ConfigurationError for a held-out text that is too short, before long work."""
+    from inferlib.model_files import ModelFiles
+
+    files = ModelFiles.open(model, revision)
+    if files.tokenizer is not None:
+        held_out.windows(files.tokenizer, files.config.context)
+    return files.path

@@ -60,6 +60,7 @@ def test_a_calibrated_model_loads_and_loses_less_than_nearest(model, tmp_path):
         assert report.bits < 6
         assert report.tokens == 1024
         assert "gate_up" in str(report)
+        assert json.loads(json.dumps(report.to_json()))["matrices"][0]["layer"] == 0
         assert all(matrix.loss <= matrix.nearest for matrix in report.matrices)
     assert loss["gptq"] < loss["nearest"]
     assert loss["awq+gptq"] < loss["nearest"]
@@ -337,9 +338,14 @@ def test_the_command_writes_a_model_and_prints_the_losses(model, tmp_path):
     commands, data = Commands(model), tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = ["quantize", model, tmp_path / "out", "--data", data, "--tokens", "256", "--window", "64"]
-    result = commands(*words, "--method", "gptq", "--scheme", "mxfp4")
+    few, picture = tmp_path / "few.jsonl", tmp_path / "errors.svg"
+    few.write_text('{"text": "abc"}')
+    assert "the texts have" in error_of(commands(*words, "--held-out", few))
+    result = commands(*words, "--method", "gptq", "--scheme", "mxfp4", "--held-out", data, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "gptq to mxfp4" in result.stdout
+    assert f"KL divergence from {model}" in " ".join(result.stdout.split())
+    assert "gate_up" in picture.read_text()
     assert load(tmp_path / "out").engine.model.weights
     assert "exists" in error_of(commands(*words))
     assert "tokens, and" in error_of(commands(*words[:2], tmp_path / "other", *words[3:5], "--tokens", "1000000"))
