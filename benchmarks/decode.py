@@ -90,7 +90,7 @@ def step_bytes(model: AbstractModel, batch: int, length: int, selection: PageSel
 def occupy(engine: Engine, length: int) -> None:
     """Fill every row as if it had decoded up to `length` tokens, with random keys and values."""
     keys = jax.random.split(jax.random.key(1), len(engine.cache))
-    fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, out_shardings=sharding))
+    fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, keep_unused=True, out_shardings=sharding))
     engine.cache = tuple(fill(x.sharding)(key, x) for key, x in zip(keys, engine.cache, strict=True))
     rows, room = engine.config.max_batch, engine.config.max_len - length
     tokens = np.random.default_rng(0).integers(
