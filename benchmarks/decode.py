@@ -90,8 +90,12 @@ def step_bytes(model: AbstractModel, batch: int, length: int, selection: PageSel
 def occupy(engine: Engine, length: int) -> None:
     """Fill every row as if it had decoded up to `length` tokens, with random keys and values."""
     keys = jax.random.split(jax.random.key(1), len(engine.cache))
-    fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, keep_unused=True, out_shardings=sharding))
-    engine.cache = tuple(fill(x.sharding)(key, x) for key, x in zip(keys, engine.cache, strict=True))
+    fill = cache(lambda sharding: jax.jit(_noise, static_argnums=(1, 2), out_shardings=sharding))
+    arrays = []
+    for key, x in zip(keys, engine.cache, strict=True):
+        x.delete()  # there is no room for both; jit would not donate what it does not read
+        arrays.append(fill(x.sharding)(key, x.shape, x.dtype))
+    engine.cache = tuple(arrays)
     rows, room = engine.config.max_batch, engine.config.max_len - length
     tokens = np.random.default_rng(0).integers(
         0, engine.model.config.vocab, rows
@@ -110,8 +114,8 @@ def occupy(engine: Engine, length: int) -> None:
         engine.scheduler.running[row] = s
 
 
-def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.random.normal(key, x.shape, x.dtype)
+def _noise(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
 
 
 def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
