@@ -30,6 +30,8 @@ from inferlib.ops.decode_attention import choose as choose_decode
 from inferlib.ops.matmul import precision_of
 
 METHODS = ("quest",)
+# Up to so many blocks of a row are compared with one another, in a fraction of the time that a TPU takes to sort them.
+_COUNTED = 512
 _TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
 
 
@@ -103,10 +105,30 @@ def selected_blocks(bounds: jax.Array, lengths: jax.Array, size: int, count: int
     bounds = jnp.where(number < newest[..., None], bounds, -jnp.inf)
     bounds = jnp.where(number == 0, jnp.inf, bounds)
     older = jnp.minimum(newest, count - 1)
-    best = lax.top_k(bounds, count - 1)[1]
-    best = jnp.where(jnp.arange(count - 1) < older[..., None], best, newest[..., None])
-    blocks = jnp.sort(jnp.concatenate([best, newest[..., None]], axis=-1), axis=-1)
+    choose_best = _by_counting if bounds.shape[-1] <= _COUNTED else _by_sorting
+    blocks = choose_best(bounds, jnp.arange(count, dtype=jnp.int32), older[..., None])
+    blocks = jnp.where(jnp.arange(count) < older[..., None], blocks, newest[..., None])
     return blocks, jnp.where(lengths > 0, older * size + (lengths - 1) % size + 1, 0)
+
+
+def _by_counting(bounds: jax.Array, places: jax.Array, older: jax.Array) -> jax.Array:
+    """The numbers [..., count] of the `older` [..., 1] highest of bounds [..., m], ascending, and behind them anything;
+    of equal bounds the first."""
+    number = jnp.arange(bounds.shape[-1], dtype=jnp.int32)
+    one, other = bounds[..., None, :], bounds[..., :, None]
+    before = number[:, None] < number
+    higher = (other > one) | ((other == one) & before)  # [..., m, m], which is never written to memory
+    chosen = jnp.sum(higher, axis=-2, dtype=jnp.int32) < older
+    place = jnp.sum(chosen[..., :, None] & before, axis=-2, dtype=jnp.int32)
+    at = chosen[..., None, :] & (place[..., None, :] == places[:, None])
+    return jnp.sum(jnp.where(at, number, 0), axis=-1, dtype=jnp.int32)
+
+
+def _by_sorting(bounds: jax.Array, places: jax.Array, older: jax.Array) -> jax.Array:
+    """The same for many bounds."""
+    best = lax.top_k(bounds, places.size - 1)[1]
+    best = jnp.where(places[:-1] < older, best, bounds.shape[-1])
+    return jnp.pad(jnp.sort(best, axis=-1), [(0, 0)] * (best.ndim - 1) + [(0, 1)])
 
 
 def write_summaries(

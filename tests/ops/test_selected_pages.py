@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells
+from inferlib.ops import selected_pages
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.selected_pages import PageSelection, selected_attention, selects, write_summaries
 
@@ -128,6 +129,26 @@ def test_rows_within_what_is_read_attend_in_full():
     assert np.abs(out - full)[~short].max(axis=(1, 2, 3)).min() > 1e-3
     assert selects(COLUMNS, it.summaries, COUNT)
     assert not selects(COLUMNS, it.summaries, COLUMNS * PAGE // BLOCK)
+
+
+@pytest.mark.parametrize("count", [2, 5, 39])
+def test_many_blocks_are_sorted_and_few_are_counted(count, monkeypatch):
+    """Both find the same blocks, of equal bounds the first; bounds that count for nothing may be anything."""
+    rng = np.random.default_rng(count)
+    bounds, lengths = rng.integers(-2, 3, (60, 40)).astype(np.float32), rng.integers(0, 40 * BLOCK + 1, 60)
+    for row, length in enumerate(lengths):
+        bounds[row, max(length - 1, 0) // BLOCK :] = np.nan
+    results = []
+    for most in (40, 39):
+        monkeypatch.setattr(selected_pages, "_COUNTED", most)
+        inputs = jnp.asarray(bounds), jnp.asarray(lengths, jnp.int32)
+        results.append([np.asarray(x) for x in selected_pages.selected_blocks(*inputs, BLOCK, count)])
+    for counted, ordered in zip(*results, strict=True):
+        np.testing.assert_array_equal(counted, ordered)
+    for blocks, row, length in zip(results[0][0], bounds, lengths, strict=True):
+        newest = max(int(length) - 1, 0) // BLOCK
+        best = sorted(range(1, newest), key=lambda i: (-row[i], i))[: max(count - 2, 0)]
+        assert set(blocks.tolist()) == {0, newest, *best}
 
 
 @pytest.mark.parametrize("layer", [None, 1])
