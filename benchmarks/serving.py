@@ -82,7 +82,11 @@ def serve(llm: LLM, prompts: list[str], lengths: list[int]) -> list[Run]:
         loops.put(asyncio.get_running_loop())
         await server.serve(sockets=[bound])
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    def loop_of_server() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=loop_of_server)
     thread.start()
     loop, runs = loops.get(), []
 
