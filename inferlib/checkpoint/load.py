@@ -363,12 +363,13 @@ def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
     if family.halves:
         first = layer + sum(spec.mlp is not None for spec in config.layers[:layer])
         mixer, feed = (family.prefix.format(i=first + half) for half in range(2))
-    return {
-        part: module.format(layer=layer)
-        if "{layer}" in module
-        else (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
-        for part, module in family.layer.items()
-    }
+
+    def full(part: str, module: str) -> str:
+        if "{layer}" in module:
+            return module.format(layer=layer)
+        return (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
+
+    return {part: full(part, module) for part, module in family.layer.items()}
 
 
 def _identity_experts(family: Family, config: ModelConfig) -> Iterator[str]:

@@ -56,6 +56,17 @@ def test_drafts_see_one_position_more_each():
     assert drafted.floor_bytes - alone.floor_bytes == 8 * 3 * POSITION + embeddings
 
 
+def test_a_loop_reads_its_weights_once_and_cells_of_each_step():
+    """The core of parcae-370m, four layers of width 1024; six of its twelve layers look a value up for each token."""
+    hf = configs.load("parcae-370m") | {"block_size": 4096}
+    eight, drafted = floors(hf, decode(8, 1024), decode(8, 1024, drafts=3))
+    (four,) = floors(hf | {"loop_steps": 4}, decode(8, 1024))
+    position = 2 * 1024 * 2
+    assert eight.floor_bytes - four.floor_bytes == 4 * 4 * 8 * 1024 * position
+    assert eight.flops - four.flops == 4 * 4 * 8 * (2 * 12 * 1024**2 + 4 * 1024 * 1024)
+    assert drafted.floor_bytes - eight.floor_bytes == 8 * 3 * 6 * 1024 * 2
+
+
 def test_prefill_counts_the_causal_half():
     """A chunk alone: the operations of half a square, with the diagonal; the last chunk of a row: of what precedes it
     as well."""
