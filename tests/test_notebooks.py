@@ -33,6 +33,12 @@ LESS = {
         "rng.integers(6, 33)": "rng.integers(3, 12)",
     },
     "03_plan_and_compile": {"max_tokens=20": "max_tokens=4"},
+    "12_serving": {
+        "CLIENTS = [1, 2, 4, 8, 16]": "CLIENTS = [4]",
+        "REQUESTS = 3": "REQUESTS = 1",
+        "for _ in range(2):": "for _ in range(1):",
+        "await run(4)  #": "#",
+    },
     "10_prompts_that_begin_alike": {
         "max_tokens=12": "max_tokens=3",
         "first_tokens(forget=False)  # everything has run once\n": "",
