@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ReportArguments:
     panel: ClassVar = "Report"
 
-    held_out: Annotated[
+    test_data: Annotated[
         Path | None,
         typer.Option(
             help="JSONL file of other text, of which as many tokens tell how far the result is from the model: "
@@ -30,10 +30,10 @@ class ReportArguments:
     json: Json = False
 
     def sample(self, text: TextArguments) -> TextSample | None:
-        """The held-out text, cut as the text to calibrate on."""
+        """The test text, cut as the text to calibrate on."""
         from inferlib.texts import TextSample
 
-        return None if self.held_out is None else TextSample(self.held_out, text.tokens, text.window)
+        return None if self.test_data is None else TextSample(self.test_data, text.tokens, text.window)
 
 
 @grouped
@@ -67,12 +67,12 @@ def quantize(
 
     check_output_file("--plot", report.plot)
     with user_errors():
-        texts, held_out = TextSample(text.data, text.tokens, text.window), report.sample(text)
-        original = None if held_out is None else _checked(held_out, model, revision)
+        texts, test_data = TextSample(text.data, text.tokens, text.window), report.sample(text)
+        original = None if test_data is None else _checked(test_data, model, revision)
         result = calibrate(model, out, data=texts, method=method, scheme=scheme, dtype=dtype, revision=revision)
         if report.plot is not None:
             result.plot().savefig(report.plot)
-        evaluation = None if held_out is None else evaluate(out, held_out, against=original)
+        evaluation = None if test_data is None else evaluate(out, test_data, against=original)
     if report.json:
         facts = {"calibration": result.to_json(), "evaluation": evaluation and evaluation.to_json()}
         write(json_line(facts).decode())
@@ -82,11 +82,11 @@ def quantize(
             write(evaluation.text())
 
 
-def _checked(held_out: TextSample, model: str, revision: str | None) -> Path:
-    """Where the model is. Raises ConfigurationError for a held-out text that is too short, before long work."""
+def _checked(test_data: TextSample, model: str, revision: str | None) -> Path:
+    """Where the model is. Raises ConfigurationError for a test text that is too short, before long work."""
     from inferlib.model_files import ModelFiles
 
     files = ModelFiles.open(model, revision)
     if files.tokenizer is not None:
-        held_out.windows(files.tokenizer, files.config.context)
+        test_data.windows(files.tokenizer, files.config.context)
     return files.path

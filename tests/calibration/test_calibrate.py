@@ -338,10 +338,10 @@ def test_the_command_writes_a_model_and_prints_the_losses(model, tmp_path):
     commands, data = Commands(model), tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = ["quantize", model, tmp_path / "out", "--data", data, "--tokens", "256", "--window", "64"]
-    few, picture = tmp_path / "few.jsonl", tmp_path / "errors.svg"
-    few.write_text('{"text": "abc"}')
-    assert "the texts have" in error_of(commands(*words, "--held-out", few))
-    result = commands(*words, "--method", "gptq", "--scheme", "mxfp4", "--held-out", data, "--plot", picture)
+    short, picture = tmp_path / "few.jsonl", tmp_path / "errors.svg"
+    short.write_text('{"text": "abc"}')
+    assert "the texts have" in error_of(commands(*words, "--test-data", short))
+    result = commands(*words, "--method", "gptq", "--scheme", "mxfp4", "--test-data", data, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "gptq to mxfp4" in result.stdout
     assert f"KL divergence from {model}" in " ".join(result.stdout.split())
