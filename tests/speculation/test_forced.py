@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from inferlib import Speculation, StructuredOutputs
+from inferlib import Buckets, Speculation, StructuredOutputs
 from inferlib.outputs import RequestOutput
 from inferlib.programs.counter import compilations
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
-from tests.helpers.llms import build_llm
+from tests.helpers.json_schemas import random_schema
+from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import before_each_dispatch, poison
 from tests.helpers.speculation import BUCKETS, GREEDY, TAILS, TRUNK, assert_same, options, run, tight
 
@@ -97,6 +99,19 @@ def test_beside_models_that_draft_and_on_a_mesh(method, path, expected, tmp_path
         run(llm, jobs)
         stats = llm.stats
         assert stats.drafts - before.drafts == stats.accepted_drafts - before.accepted_drafts > 20
+
+
+@pytest.mark.slow
+def test_answers_to_random_schemas(path):
+    """Sampled, in batches of eight."""
+    random, buckets = Random(1), Buckets(prefill=(8,), batch=(8,), cache=(128,))
+    jobs = [
+        (prompt, options(seed=i, structured_outputs=StructuredOutputs(json=random_schema(random)), max_tokens=100))
+        for i, prompt in enumerate(random_prompts([6] * 150))
+    ]
+    without, llm = (build_llm(path, buckets, speculation=option) for option in (None, "ngram:7"))
+    assert_same(run(llm, jobs), run(without, jobs))
+    assert llm.stats.accepted_drafts > 100
 
 
 @pytest.mark.slow
