@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inferlib.deploy.explain import ModelExplanation, explain
     from inferlib.deploy.plan import PlanResult, Slo, Workload, plan
     from inferlib.evaluation.evaluate import Evaluation, evaluate
+    from inferlib.evaluation.score_tasks import TaskScores, evaluate_tasks
     from inferlib.exporting import export
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import (
@@ -57,12 +58,14 @@ _MODULES = {
     "Speculation": "inferlib.speculation.settings",
     "Stream": "inferlib.llm",
     "StructuredOutputs": "inferlib.sampling.structured",
+    "TaskScores": "inferlib.evaluation.score_tasks",
     "TextSample": "inferlib.texts",
     "Workload": "inferlib.deploy.plan",
     "calibrate": "inferlib.calibration.calibrate",
     "compile": "inferlib.deploy.compile",
     "convert": "inferlib.conversion",
     "evaluate": "inferlib.evaluation.evaluate",
+    "evaluate_tasks": "inferlib.evaluation.score_tasks",
     "explain": "inferlib.deploy.explain",
     "export": "inferlib.exporting",
     "plan": "inferlib.deploy.plan",
@@ -93,12 +96,14 @@ __all__ = [
     "Speculation",
     "Stream",
     "StructuredOutputs",
+    "TaskScores",
     "TextSample",
     "Workload",
     "calibrate",
     "compile",
     "convert",
     "evaluate",
+    "evaluate_tasks",
     "explain",
     "export",
     "plan",
