@@ -22,6 +22,7 @@ from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.selected_pages import PageSelection
+from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -229,6 +230,14 @@ def selection_option(value: Any) -> PageSelection | None:
         raise ConfigurationError(str(error)) from None
 
 
+def sparse_option(value: Any) -> SparsePrefill | None:
+    """See `SparsePrefill.read`. Raises ConfigurationError."""
+    try:
+        return SparsePrefill.read(value)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def backend_option(option: str) -> str:
     """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
     if isinstance(option, str) and option in ("auto", "xla"):
@@ -380,6 +389,7 @@ class EngineConfig:
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     speculation: what drafts tokens that decode steps verify; None: nothing does.
     attention_pages: which pages of a row decode steps read; None: all.
+    sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
     adapters: how many adapters may be on the devices; None: programs take none.
     """
 
@@ -407,6 +417,7 @@ class EngineConfig:
     itl: float | None = None
     speculation: Speculation | None = None
     attention_pages: PageSelection | None = None
+    sparse_prefill: SparsePrefill | None = None
     adapters: AdapterSlots | None = None
 
     def __post_init__(self):
@@ -414,6 +425,7 @@ class EngineConfig:
         check_snapshots(self.snapshots)
         self._check_speculation()
         self._check_selection()
+        self._check_sparse()
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -480,6 +492,20 @@ class EngineConfig:
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
+
+    def _check_sparse(self) -> None:
+        if (sparse := self.sparse_prefill) is None:
+            return
+        split = self.shards.size(axes.POSITIONS) > 1 or self.shards.size(axes.TOKENS) > 1
+        kernel = self.platform == "gpu" and self.backend.prefill_attention != "xla"
+        reasons = {
+            "needs all positions of a row on each device: leave cp out of parallel": split,
+            "does not run on Trainium: leave it out": self.platform == "neuron",
+            "makes lists of blocks, which the kernel for GPUs does not take: leave it out, or take the slower form of "
+            "XLA with backend='prefill_attention=xla'": kernel,
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(f"sparse_prefill {str(sparse)!r} {why}")
 
     @property
     def counted(self) -> bool:
@@ -549,12 +575,14 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if
-        layers cannot verify drafts, if none selects pages, or if `draft`, the model that drafts, cannot do so for this
-        one."""
+        layers cannot verify drafts, if none selects pages or blocks, or if `draft`, the model that drafts, cannot do so
+        for this one."""
         if self.speculation is not None:
             check_drafted(model)
         if self.attention_pages is not None:
-            check_selecting(model, self.attention_pages)
+            check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
+        if self.sparse_prefill is not None:
+            check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:
@@ -621,6 +649,7 @@ class EngineSettings(TypedDict, total=False):
     itl: float | None
     speculation: Speculation | str | None
     attention_pages: PageSelection | str | None
+    sparse_prefill: SparsePrefill | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
 
@@ -672,6 +701,11 @@ class EngineOptions:
         results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
         as many blocks of 16 positions. All cells stay. Prompts, and layers with a window, latents or a state, are
         computed in full. By default all pages are read.
+    sparse_prefill: prompts attend only to the blocks of 128 positions that an estimate lists, which changes results:
+        "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
+        most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "mean:0.9" estimates by
+        means. Layers with a window, latents or a state, and decode steps, are computed in full. By default prompts
+        attend to all.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.
@@ -701,6 +735,7 @@ class EngineOptions:
     itl: float | None = None
     speculation: Speculation | str | None = None
     attention_pages: PageSelection | str | None = None
+    sparse_prefill: SparsePrefill | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
 
@@ -710,6 +745,7 @@ class EngineOptions:
         self._check_adapters()
         object.__setattr__(self, "speculation", speculation_option(self.speculation))
         object.__setattr__(self, "attention_pages", selection_option(self.attention_pages))
+        object.__setattr__(self, "sparse_prefill", sparse_option(self.sparse_prefill))
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -784,7 +820,7 @@ class EngineOptions:
         max_batch = _default(self.max_batch, rounded_up(rows, shards.replicas))
         buckets = self.buckets
         if buckets is None:
-            tile, most = _tile(platform, shards, model)
+            tile, most = _tile(platform, shards, model, BLOCK if self.sparse_prefill is not None else 1)
             buckets = Buckets.default(
                 max_batch,
                 max_len,
@@ -817,6 +853,7 @@ class EngineOptions:
             itl=self.itl,
             speculation=speculation_option(self.speculation),
             attention_pages=selection_option(self.attention_pages),
+            sparse_prefill=sparse_option(self.sparse_prefill),
             adapters=self.adapters,
         )
 
@@ -875,13 +912,13 @@ def check_drafted(model: ModelConfig) -> None:
         )
 
 
-def check_selecting(model: ModelConfig, selection: PageSelection) -> None:
-    """Raise ConfigurationError if no layer of a model can select the pages that it reads."""
+def check_selecting(model: ModelConfig, option: str) -> None:
+    """Raise ConfigurationError if no layer of a model can select what it reads, as an option asks."""
     mixers = [layer.attention for layer in model.layers]
     if not any(isinstance(mixer, AttentionSpec) and mixer.reach is None for mixer in mixers):
         raise ConfigurationError(
-            f"attention_pages {str(selection)!r} is of layers that keep keys and values of all positions, and this "
-            "model has none, only windows, latents or states: leave it out"
+            f"{option} is of layers that keep keys and values of all positions, and this model has none, only windows, "
+            "latents or states: leave it out"
         )
 
 
@@ -899,8 +936,9 @@ def check_draft(draft: ModelConfig, target: ModelConfig, max_len: int = 0) -> No
         )
 
 
-def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int | None, int | None]:
-    """Tokens of a tile, and most prompt tokens of a step; None, None if prompts are not packed by default.
+def _tile(platform: str, shards: Shards, model: ModelConfig | None, multiple: int = 1) -> tuple[int | None, int | None]:
+    """Tokens of a tile, a multiple of so many, and most prompt tokens of a step; None, None if prompts are not packed
+    by default.
 
     The kernels of TPUs and Trainium read a prompt's cache once a chunk, so long chunks suit them. So they do latent
     attention, which expands the cache once a chunk, and recurrent layers, which take the tiles of a step one after the
@@ -915,7 +953,7 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int
     mixers = [layer.attention for layer in layers]
     if platform == "gpu" and any(isinstance(x, AttentionSpec) and x.heads == x.kv_heads for x in mixers):
         tile *= 2  # with one query for each key, 32 tokens would not fill a program of the kernel
-    return tile, most
+    return rounded_up(tile, multiple), most
 
 
 def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:

@@ -15,6 +15,7 @@ from inferlib.models.layers.rope import rope_angles
 from inferlib.ops.adapted_matmul import AdaptedWeight, adapted_matmul
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import Activations, Weight, matmul
+from inferlib.ops.sparse_prefill import SparsePrefill
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -77,7 +78,8 @@ class StepContext:
     are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): the hidden states after
     so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
     weights have no adapters. selected (static): how many blocks of a row decode attention reads where the cache has
-    summaries of them; None: all.
+    summaries of them; None: all. sparse (static): how chunks list the blocks that they attend to; None: they attend to
+    all.
     """
 
     batch: StepBatch
@@ -93,6 +95,7 @@ class StepContext:
     feature_layers: tuple[int, ...] = ()
     adapters: jax.Array | None = None
     selected: int | None = None
+    sparse: SparsePrefill | None = None
 
     @property
     def tokens(self) -> int:

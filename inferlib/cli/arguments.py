@@ -103,6 +103,14 @@ AttentionPages = Annotated[
         "many blocks of 16 positions. It changes results; by default all are read."
     ),
 ]
+SparsePrefill = Annotated[
+    str | None,
+    typer.Option(
+        help="Prompts attend only to the blocks that an estimate lists: xattention:0.9 lists them until they have 90 % "
+        "of the attention, at most a quarter of the context's; xattention:0.9:0.5 at most half. It changes results; by "
+        "default prompts attend to all."
+    ),
+]
 MaxAdapters = Annotated[
     int | None,
     typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all that are named."),

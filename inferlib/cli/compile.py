@@ -17,6 +17,7 @@ from inferlib.cli.arguments import (
     DtypeArguments,
     Json,
     ShapeArguments,
+    SparsePrefill,
     Speculation,
     grouped,
 )
@@ -62,6 +63,7 @@ class DeploymentArguments:
     ] = None
     speculation: Speculation = None
     attention_pages: AttentionPages = None
+    sparse_prefill: SparsePrefill = None
     modes: Annotated[str, typer.Option(help="Modes: greedy, sample, logprobs, embed.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
@@ -101,11 +103,12 @@ def compile(
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
     if source.revision is not None and source.model is None:
         fail("--revision is of a model of the hub: give one")
-    decided = (options.target, options.parallel, options.expert_placement, options.speculation, options.attention_pages)
+    decided = (options.target, options.parallel, options.expert_placement, options.speculation)
+    decided = *decided, options.attention_pages, options.sparse_prefill
     if source.plan and any((*decided, *vars(formats).values(), *vars(buckets).values())):
         fail(
-            "--plan says target, split, dtypes, quantization, buckets, placement, speculation and pages: give none of "
-            "these"
+            "--plan says target, split, dtypes, quantization, buckets, placement, speculation, pages and sparse "
+            "prefill: give none of these"
         )
     check_output_file("--report", output.report)
     from inferlib.aot.compile import check_compiler
@@ -174,6 +177,7 @@ def _deployment(
         cache_memory=options.cache_memory,
         speculation=options.speculation,
         attention_pages=options.attention_pages,
+        sparse_prefill=options.sparse_prefill,
     )
     return deployment, model.checkpoint
 

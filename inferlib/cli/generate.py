@@ -22,6 +22,7 @@ from inferlib.cli.arguments import (
     MaxAdapters,
     OptionalBackend,
     Revision,
+    SparsePrefill,
     Speculation,
     TemplateArguments,
     grouped,
@@ -115,6 +116,7 @@ class EngineArguments:
     ] = None
     speculation: Speculation = None
     attention_pages: AttentionPages = None
+    sparse_prefill: SparsePrefill = None
     adapters: Annotated[
         str | None,
         typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),

@@ -60,6 +60,7 @@ class CompileSettings(TypedDict, total=False):
     cache_memory: int | str | None
     speculation: str | None
     attention_pages: str | None
+    sparse_prefill: str | None
 
 
 def compile(
@@ -88,8 +89,8 @@ def compile(
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
         "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
         backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
-        sequences takes), speculation ("ngram:3", "draft:NAME:3" or "eagle3:DIR:3") and attention_pages ("quest:64"),
-        both as for `LLM`.
+        sequences takes), speculation ("ngram:3", "draft:NAME:3" or "eagle3:DIR:3"), attention_pages ("quest:64") and
+        sparse_prefill ("xattention:0.9"), all as for `LLM`.
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -187,6 +188,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         cache_memory=bytes_option(settings.get("cache_memory")),
         speculation=settings.get("speculation"),
         attention_pages=settings.get("attention_pages"),
+        sparse_prefill=settings.get("sparse_prefill"),
         **_draft(source, speculation_option(settings.get("speculation")), settings.get("quantization")),
     )
 

@@ -104,7 +104,7 @@ def explain(
     recipe, stored = source.config, source.quantization(quantization)
     length = _length(recipe, max_len)
     if selection is not None:
-        check_selecting(recipe, selection)
+        check_selecting(recipe, f"attention_pages {str(selection)!r}")
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
     draft = _draft(source, speculation_option(formats.get("speculation")), length, quantization)

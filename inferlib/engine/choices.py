@@ -117,6 +117,8 @@ class Choices:
         made |= {"speculation": None if speculation is None else str(speculation)}
         selection = self.engine.attention_pages
         made |= {"attention_pages": None if selection is None else str(selection)}
+        sparse = self.engine.sparse_prefill
+        made |= {"sparse_prefill": None if sparse is None else str(sparse)}
         return made | {"draft_quantization": None if self.draft is None else self.draft.quantization}
 
 

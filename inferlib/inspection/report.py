@@ -21,10 +21,11 @@ from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import MlaSpec
+from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.looped import MATRICES
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
+from inferlib.ops.sparse_prefill import BLOCK
 from inferlib.planning.experts import expert_bytes
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -407,12 +408,18 @@ def _cache_read(block: BlockCache | BlockState, reach: int | None, config: Engin
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     """FLOPs of the matrix products of a step on one device. Rows are full, and a chunk is the last of a full row: its
-    tokens see what precedes them, or their window of it."""
-    shards = programs.config.shards
-    return sum(times * _flops_of(model, shards, seen) for model, _, seen, times in _passes(programs, key))
+    tokens see what precedes them, or their window of it; where they list blocks, as many as there is room for."""
+    shards, sparse, total = programs.config.shards, programs.config.sparse_prefill, 0
+    for model, _, seen, times in _passes(programs, key):
+        most = None
+        if sparse is not None and model is programs.model:  # a model that drafts attends in full
+            most = sparse.most(programs.config.max_len, seen.limit) * BLOCK
+        total += times * _flops_of(model, shards, seen, most)
+    return total
 
 
-def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey) -> int:
+def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey, most: int | None = None) -> int:
+    """most: positions that a token of a chunk attends to, in layers that see all."""
     tokens = _tokens(shards, key)
     matrices = [w for w in model.weights if (w.contracting and axes.VOCAB not in w.axes) or w.name in MATRICES]
     inside = sum(model.passes(w) * prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
@@ -426,7 +433,8 @@ def _flops_of(model: AbstractModel, shards: Shards, key: ProgramKey) -> int:
             continue
         every, chunked = heads.groups * heads.queries, key.chunks * key.chunk // shards.size(axes.TOKENS)
         attention += 2 * key.decoded * min(key.limit, spec.reach or key.limit) * every * spec.pair_width(decode=True)
-        attention += 2 * chunked * _mean_seen(key, spec.reach) * every * spec.pair_width(decode=False)
+        reach = most if spec.reach is None and isinstance(spec, AttentionSpec) else spec.reach
+        attention += 2 * chunked * _mean_seen(key, reach) * every * spec.pair_width(decode=False)
         if isinstance(spec, MlaSpec) and key.chunks:  # those of the chunk itself are expanded with the weights
             expanded = key.chunks * max(key.limit - key.chunk, 0)
             attention += 2 * expanded * heads.groups * spec.kv_rank * (spec.nope_dim + spec.value_dim)

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 
 from inferlib.attention_values import KvCache, LatentCache, NewCells, Shaped, shape_of
 
-__all__ = ["KvCache", "LatentCache", "NewCells", "Shaped", "gather_pages", "shape_of"]
+__all__ = ["KvCache", "LatentCache", "NewCells", "Shaped", "cells_of_rows", "gather_pages", "shape_of"]
+
+
+def cells_of_rows(cache: KvCache, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The cells [P, K, slots, ...] of rows [P] in one of the cache's arrays. Rows that do not exist are any others."""
+    slots, pages = cache.slots, cache.pages
+    if pages is None:
+        x = cache.of_layer(x)
+        return x[:, :, :slots][jnp.minimum(rows, x.shape[0] - 1)]
+    return gather_pages(x, pages[jnp.minimum(rows, pages.shape[0] - 1)], cache.layer)[:, :, :slots]
 
 
 def gather_pages(x: jax.Array, pages: jax.Array, layer: jax.Array | int | None = None) -> jax.Array:

@@ -19,6 +19,7 @@ from inferlib.ops import (
     mla_prefill_attention,
     prefill_attention,
     selected_pages,
+    sparse_prefill,
 )
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.choice import Choice
@@ -93,7 +94,10 @@ def _choose_prefill(
         else:
             kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
             q = _array((chunks, chunk // devices, kv_heads, heads.queries, size), model.dtype)
-            yield prefill_attention.choose(_kv_cache(read, table, scaled=block.scaled), spec.window, backend, q)
+            cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.sparse_prefill, None
+            if sparse is not None and spec.reach is None:
+                listed = sparse_prefill.shape_of_list(q, sparse.most(config.max_len, cache.slots))
+            yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed)
 
 
 def _arrays(config: EngineConfig, block: BlockCache) -> list[Any]:

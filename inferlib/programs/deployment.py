@@ -26,6 +26,7 @@ from inferlib.config import (
     backend_option,
     check_dtype,
     selection_option,
+    sparse_option,
     speculation_option,
 )
 from inferlib.models.abstract import abstract_model
@@ -48,7 +49,7 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
-    speculation, attention_pages: as text, such as "ngram:3" and "quest:64".
+    speculation, attention_pages, sparse_prefill: as text, such as "ngram:3", "quest:64" and "xattention:0.9".
     draft: the Hugging Face config of the model that drafts, or the config.json of the EAGLE-3 head; draft_quantization:
     how its weights are stored; draft_embeds: a head embeds tokens itself.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
@@ -73,10 +74,13 @@ class Deployment:
     draft_quantization: Quantization | None = None
     draft_embeds: bool = False
     attention_pages: str | None = None
+    sparse_prefill: str | None = None
 
     def __post_init__(self):
         selection = selection_option(self.attention_pages)
         object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
+        sparse = sparse_option(self.sparse_prefill)
+        object.__setattr__(self, "sparse_prefill", None if sparse is None else str(sparse))
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
         if (self.draft is not None) != (speculation is not None and speculation.model is not None):
@@ -156,6 +160,7 @@ class Deployment:
             page_size=self.page_size,
             speculation=self.speculation,
             attention_pages=self.attention_pages,
+            sparse_prefill=self.sparse_prefill,
         )
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
         return options.resolve(device, shards, self.model, self.quantization)

@@ -357,6 +357,7 @@ class _Maker:
         ctx = replace(
             ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
         )
+        ctx = replace(ctx, sparse=config.sparse_prefill)
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)

@@ -29,6 +29,7 @@ from inferlib.ops import (
     prefill_attention,
     project_and_attend,
     selected_pages,
+    sparse_prefill,
 )
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
@@ -36,6 +37,7 @@ from inferlib.ops.kv_cache import KvCache, NewCells
 from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
+from inferlib.ops.sparse_prefill import SparsePrefill
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
@@ -317,7 +319,15 @@ class GroupedStep:
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
         cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
         q = jax.ShapeDtypeStruct((*shape, *self.queries.shape[1:]), self.queries.dtype) if math.prod(shape) else None
-        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention, q)
+        sparse, listed = self.sparse, None
+        if sparse is not None and q is not None:
+            listed = sparse_prefill.shape_of_list(q, sparse.most(self.ctx.max_len, cells.slots))
+        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention, q, listed=listed)
+
+    @property
+    def sparse(self) -> SparsePrefill | None:
+        """How chunks list the blocks that they attend to; None where they attend to all."""
+        return None if self.spec.reach is not None else self.ctx.sparse
 
     def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""
@@ -327,7 +337,14 @@ class GroupedStep:
         options = self.options(stripe, positions)
         backend = self.choose_prefill(cache, options).name
         cells, numbers = cache.keys_and_values(arrays, limit_of(ctx, stripe), places.table), stripe.number(positions)
-        out = prefill_attention.prefill_attention(queries, cells, places.rows, numbers, options, backend=backend)
+        listed = None
+        if (sparse := self.sparse) is not None:
+            places_of = places.rows, numbers, ctx.batch.chunk_lengths[which]
+            most = sparse.most(ctx.max_len, cells.slots)
+            listed = sparse_prefill.block_list(queries, cells, *places_of, options, sparse, most)
+        out = prefill_attention.prefill_attention(
+            queries, cells, places.rows, numbers, options, listed=listed, backend=backend
+        )
         return self.values(cache, *out)
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:

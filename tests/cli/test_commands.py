@@ -128,7 +128,8 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
         --logprobs 4 --prompt-logprobs 1 --allowed-token-id 5 --allowed-token-id 9 --bad-word ab --bad-word c
         --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching --itl 0.25 --speculation ngram:5
-        --attention-pages quest:8 --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB --adapters sql=a,mail=b
+        --attention-pages quest:8 --sparse-prefill mean:0.9 --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB
+        --adapters sql=a,mail=b
         --adapter mail --max-adapters 1 --max-adapter-rank 32
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
@@ -152,6 +153,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "itl": 0.25,
         "speculation": "ngram:5",
         "attention_pages": "quest:8",
+        "sparse_prefill": "mean:0.9",
         "adapters": {"sql": "a", "mail": "b"},
         "max_adapters": 1,
         "max_adapter_rank": 32,

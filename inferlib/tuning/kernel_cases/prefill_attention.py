@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class OneChunk:
 @dataclass(frozen=True)
 class PrefillAttention(OneChunk):
     """One chunk of `width` tokens behind `start` others in the cache. stored: type of a cache with scales, None for
-    bfloat16. page: positions of a page; None: rows are pages. slots: of a ring."""
+    bfloat16. page: positions of a page; None: rows are pages. slots: of a ring. listed: how many blocks of 128
+    positions each tile of 128 queries attends to, the first, its own and any others before it; None: all."""
 
     width: int
     start: int = 0
@@ -48,6 +50,7 @@ class PrefillAttention(OneChunk):
     window: int | None = None
     slots: int | None = None
     stored: str | None = None
+    listed: int | None = None
 
     kernel = "prefill_attention"
 
@@ -70,6 +73,7 @@ class PrefillAttention(OneChunk):
     def floor_flops(self) -> int:
         """The two products over the keys that each query sees, with its own."""
         seen = self.start + 1 + np.arange(self.width)
+        seen = seen if self.listed is None else np.minimum(seen, self.listed * 128)
         return 4 * self.size * self.heads * self.group * int(np.minimum(seen, self.window or seen).sum())
 
     def function(self):
@@ -78,9 +82,12 @@ class PrefillAttention(OneChunk):
 
         options = AttentionOptions(self.size**-0.5, self.window)
 
-        def run(q, rows, positions, **cache):
-            stored = KvCache(**cache, layer=0, ring=self.slots is not None)
-            return prefill_attention(q, stored, rows, positions, options)
+        def run(q, rows, positions, visits=None, **cache):
+            stored, blocks = (
+                KvCache(**cache, layer=0, ring=self.slots is not None),
+                None if visits is None else listed_blocks(),
+            )
+            return prefill_attention(q, stored, rows, positions, options, visits=visits, blocks=blocks)
 
         return run
 
@@ -101,6 +108,8 @@ class PrefillAttention(OneChunk):
         q = (1, self.width, self.heads, self.group, size), "bfloat16"
         arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
         arrays |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
+        if self.listed:
+            arrays["visits"] = self.visits.shape, "int32"
         if self.stored:
             arrays |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
@@ -108,7 +117,33 @@ class PrefillAttention(OneChunk):
     def scalars(self) -> dict[int, np.ndarray]:
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
-        return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
+        if self.listed is None:
+            return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
+        scalars, numbers = list(self.prefetched(listed_blocks(), layers=1).values()), self.visits
+        counts = np.sum(numbers >= 0, axis=-1).reshape(1, -1)
+        ordered = np.sort(np.where(numbers < 0, np.iinfo(np.int32).max, numbers), axis=-1).reshape(1, -1)
+        return dict(enumerate([*scalars, counts, ordered]))
+
+    @property
+    def visits(self) -> np.ndarray:
+        """The lists [1, K, T, listed]; -1 is none."""
+        assert self.listed is not None
+        rng, first = np.random.default_rng(2), self.start // 128
+        tiles = range(first, first + self.width // 128)
+        numbers = np.full((1, self.heads, len(tiles), self.listed), -1, np.int32)
+        for head in range(self.heads):
+            for i, diagonal in enumerate(tiles):
+                others = rng.permutation(np.arange(1, diagonal))[: max(self.listed - 2, 0)]
+                some = np.unique([0, diagonal, *others])
+                numbers[0, head, i, : some.size] = some
+        return numbers
+
+
+def listed_blocks() -> Any:
+    """The blocks of lists."""
+    from inferlib.pallas_kernels.prefill_attention_tpu import Blocks
+
+    return Blocks(128, 128, rows=512, edge=128)
 
 
 CASES = {
@@ -122,6 +157,8 @@ CASES = {
     "128 behind 8064, 1 head": PrefillAttention(128, start=8064, heads=1),
     "8192, page 128": PrefillAttention(8192, page=128),
     "8192, page 16": PrefillAttention(8192, page=16),
+    "2048 behind 30720, 1 head": PrefillAttention(2048, start=30720, heads=1, page=128),
+    "2048 behind 30720, 1 head, 64 of 256 blocks": PrefillAttention(2048, start=30720, heads=1, page=128, listed=64),
     "2048 in a ring, window 1024": PrefillAttention(2048, start=6144, window=1024, slots=3072),
     "8192, size 64": PrefillAttention(8192, size=64),
     "512 behind 7680, 1 head, size 64": PrefillAttention(512, start=7680, heads=1, size=64),

@@ -1,0 +1,214 @@
+"""The blocks that prompts list equal a plain reading of the paper, and attention sees these alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.ops import sparse_prefill
+from inferlib.ops.prefill_attention import choose, prefill_attention
+from inferlib.ops.sparse_prefill import BLOCK, METHODS, STRIDE, SparsePrefill, block_list, listed_blocks
+
+PAGE, HEADS, GROUP, SIZE, SCALE = 64, 2, 2, 8, 0.5
+SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
+BLOCKS = -(-SLOTS // BLOCK)
+CHUNKS = [(640, 300), (0, 300), (384, 141), (128, 1), (512, 0)]  # where chunks start, and their tokens
+
+
+class Inputs(NamedTuple):
+    """q [P, C, K, G, h] and keys [P, K, S, h] as they are; the other arrays have NaN where nothing may be read."""
+
+    q: np.ndarray
+    k: np.ndarray
+    queries: jax.Array
+    cache: KvCache
+    rows: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+
+
+def inputs(kind: str) -> Inputs:
+    rng, count, columns = np.random.default_rng(len(kind)), len(CHUNKS), -(-SLOTS // PAGE)
+    draw = {
+        "normal": lambda *shape: rng.normal(size=shape),
+        # Few tokens have most of the attention, which lies in few blocks.
+        "outliers": lambda *shape: rng.normal(size=shape) * np.where(rng.random(shape[:-1]) < 0.02, 20, 0.3)[..., None],
+        "zeros": lambda *shape: np.zeros(shape),
+    }[kind]
+    q, k = (draw(*s).astype(np.float32) for s in ((count, WIDTH, HEADS, GROUP, SIZE), (count, HEADS, SLOTS, SIZE)))
+    table = rng.permutation(count * columns).reshape(count, columns).astype(np.int32)
+    pool, queries = np.full((count * columns, HEADS, PAGE, SIZE), np.nan, np.float32), q.copy()
+    for row, (start, length) in enumerate(CHUNKS):
+        queries[row, length:] = np.nan
+        for p in range(start + length if length else 0):
+            pool[table[row, p // PAGE], :, p % PAGE] = k[row, :, p]
+    starts = np.array([start for start, _ in CHUNKS])
+    cache = KvCache(jnp.asarray(pool), jnp.asarray(pool), pages=jnp.asarray(table), limit=SLOTS)
+    integers = np.arange(count), starts[:, None] + np.arange(WIDTH), np.array([length for _, length in CHUNKS])
+    return Inputs(q, k, jnp.asarray(queries), cache, *(jnp.asarray(x, jnp.int32) for x in integers))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+def by_antidiagonals(q: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
+    """The scores [n] of a tile's queries [t, G, h] at positions from `first` on, by keys [S, h] up to the last."""
+    end, scores = first + len(q), np.zeros(BLOCKS)
+    for head in range(GROUP):
+        for line in range(0, len(q), STRIDE):
+            logits = []
+            for column in range(0, min(first + line + STRIDE, end), STRIDE):
+                pairs = [(line + STRIDE - 1 - r, column + r) for r in range(STRIDE)]
+                logits.append(sum(q[i, head] @ keys[j] for i, j in pairs if i < len(q) and j < end))
+            for u, weight in enumerate(softmax(np.array(logits) * SCALE / STRIDE)):
+                scores[u * STRIDE // BLOCK] += weight
+    return scores
+
+
+def by_means(q: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
+    scores, end = np.zeros(BLOCKS), first + len(q)
+    for head in range(GROUP):
+        means = [keys[at : min(at + BLOCK, end)].mean(axis=0) for at in range(0, end, BLOCK)]
+        scores[: len(means)] += softmax(SCALE * np.array(means) @ q[:, head].mean(axis=0))
+    return scores
+
+
+def by_the_paper(scores: np.ndarray, first: int, last: int, threshold: float, most: int) -> list[int]:
+    """The first block and the diagonal, then the heaviest ones until they have enough."""
+    listed = sorted({0, *range(first // BLOCK, last // BLOCK + 1)})
+    rest = sorted(set(range(last // BLOCK + 1)) - set(listed), key=lambda block: (-scores[block], block))
+    for block in rest:
+        if len(listed) < most and scores[listed].sum() < threshold * scores.sum():
+            listed.append(block)
+    return sorted(listed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("normal", "xattention"), ("outliers", "xattention"), ("zeros", "xattention"), ("normal", "mean")],
+)
+def test_lists_what_the_paper_lists(kind, method):
+    it, scores_of = inputs(kind), {"xattention": by_antidiagonals, "mean": by_means}[method]
+    options = AttentionOptions(SCALE)
+    tiles = jax.jit(sparse_prefill._tiles)(it.queries, it.cache, it.rows, it.positions, it.lengths)
+    scores = np.asarray(jax.jit(partial(METHODS[method], options=options))(tiles))
+    sparse, most = SparsePrefill(method, 0.7), 5
+    make = partial(block_list, options=options, sparse=sparse, most=most)
+    listed = jax.jit(make)(it.queries, it.cache, it.rows, it.positions, it.lengths)
+    numbers, sizes = np.asarray(listed.numbers), set()
+    for row, head, tile in np.ndindex(numbers.shape[:3]):
+        start, length = CHUNKS[row]
+        q = it.q[row, tile * BLOCK : min((tile + 1) * BLOCK, length), head].astype(np.float64)
+        numbers_of_it = sorted(x for x in numbers[row, head, tile] if x >= 0)
+        if not len(q):
+            assert numbers_of_it == []
+            continue
+        first = start + tile * BLOCK
+        np.testing.assert_allclose(
+            scores[row, head, tile], scores_of(q, it.k[row, head].astype(np.float64), first), atol=2e-4
+        )
+        # Ties and sums are those of float32.
+        expected = by_the_paper(scores[row, head, tile], first, first + len(q) - 1, 0.7, most)
+        assert numbers_of_it == expected, (row, head, tile)
+        sizes.add(len(numbers_of_it))
+    assert len(sizes) > 2
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+def test_all_blocks_are_all_there_is(backend):
+    """Full attention to the bit in XLA's form; a short list leaves something out."""
+    it, options = inputs("normal"), AttentionOptions(SCALE)
+    if backend == "pallas_tpu":  # it takes cells of 128 numbers, whole tiles, and chunks that are written
+        wide = [(0, 0)] * 3 + [(0, 128 - SIZE)]
+        cells, queries = (jnp.nan_to_num(x) for x in (jnp.pad(it.cache.k, wide), it.queries))
+        cache = KvCache(cells, cells, pages=it.cache.pages, limit=SLOTS)
+        it = it._replace(
+            queries=jnp.pad(queries[:, :256], [(0, 0), *wide]), positions=it.positions[:, :256], cache=cache
+        )
+        it = it._replace(lengths=jnp.minimum(it.lengths, 256))
+
+    def attend(sparse, most):
+        places = it.rows, it.positions
+        listed = sparse and block_list(it.queries, it.cache, *places, it.lengths, options, sparse, most)
+        return prefill_attention(it.queries, it.cache, *places, options, listed=listed, backend=backend)[0]
+
+    short = SparsePrefill("xattention", 0.3)
+    ways = (None, 0), (SparsePrefill("xattention", 1.0), BLOCKS), (short, 3)
+    full, whole, part = (np.asarray(jax.jit(lambda way=way: attend(*way))()) for way in ways)
+    close = np.testing.assert_array_equal if backend == "xla" else partial(np.testing.assert_allclose, atol=1e-5)
+    for row, length in enumerate(np.asarray(it.lengths)):
+        close(whole[row, :length], full[row, :length])
+        assert np.isfinite(part[row, :length]).all()
+    assert np.abs(part[0] - full[0]).max() > 1e-2
+    close(part[3, 0], full[3, 0])  # the first block and its own are all that it sees
+
+
+def test_chunks_list_what_the_prompt_lists():
+    """If they begin at multiples of 128; others have tiles of their own."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(1, 512, HEADS, GROUP, SIZE)), jnp.float32)
+    k = jnp.asarray(rng.normal(size=(1, HEADS, 512, SIZE)), jnp.float32)
+    make = partial(block_list, options=AttentionOptions(SCALE), sparse=SparsePrefill("xattention", 0.6), most=4)
+    whole = make(q, KvCache(k, k), *places(0, 512)).numbers
+    for start, end in ((0, 256), (256, 512), (384, 512)):
+        behind = jnp.where(jnp.arange(512)[:, None] < end, k, jnp.nan)
+        part = make(q[:, start:end], KvCache(behind, behind), *places(start, end)).numbers
+        np.testing.assert_array_equal(part, whole[:, :, start // BLOCK : end // BLOCK])
+
+
+def places(start: int, end: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.zeros(1, jnp.int32), jnp.arange(start, end, dtype=jnp.int32)[None], jnp.asarray([end - start])
+
+
+def test_lists_end_with_the_share():
+    """Blocks are listed while those before have less than the share; there is room for so many; none has no number."""
+    scores = jnp.asarray([0.1, 0.05, 0.4, 0.0, 0.2, 0.25, 9.0])[None, None, None]
+    first, last = jnp.full((1, 1), 5 * BLOCK), jnp.full((1, 1), 6 * BLOCK - 1)
+    for threshold, most, expected in (
+        (0.3, 7, [0, 5]),
+        (0.5, 7, [0, 5, 2]),
+        (0.9, 7, [0, 5, 2, 4]),
+        (0.9, 3, [0, 5, 2]),
+        (1.0, 7, [0, 5, 2, 4, 1, 3]),
+    ):
+        numbers = listed_blocks(scores, first, last, threshold, most)[0, 0, 0]
+        assert numbers.shape == (most,)
+        assert sorted(numbers.tolist()) == sorted([*expected, *[-1] * (most - len(expected))])
+
+
+def test_options():
+    assert SparsePrefill.read(None) is None
+    for text, shown in (("xattention:0.9", "xattention:0.9:0.25"), ("mean:1:0.5", "mean:1:0.5")):
+        assert str(SparsePrefill.read(text)) == shown
+        assert SparsePrefill.read(shown) == SparsePrefill.read(SparsePrefill.read(text))
+    wrong = {
+        "text such as 'xattention:0.9'": ["xattention", "xattention:", "xattention:-1", "", 0.9, True, "mean:1:1:1"],
+        "has the methods xattention, mean": ["flex:0.9"],
+        "the threshold of sparse_prefill is above 0": ["mean:0", "mean:1.5"],
+        "the share of the blocks of sparse_prefill is above 0": ["mean:0.9:0", "mean:0.9:2"],
+    }
+    for message, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=message):
+                SparsePrefill.read(value)
+    assert SparsePrefill("mean", 0.9).most(32768, 32768) == 64
+    assert SparsePrefill("mean", 0.9).most(32768, 1024) == 8
+    assert SparsePrefill("mean", 0.9, 0.01).most(1024, 1024) == 3
+
+
+def test_kernels_without_lists_are_not_chosen():
+    q = jax.ShapeDtypeStruct((1, 256, 2, 4, 128), jnp.bfloat16)
+    cell = jax.ShapeDtypeStruct((8, 2, 128, 128), jnp.bfloat16)
+    cache = KvCache(cell, cell, pages=jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    listed = sparse_prefill.shape_of_list(q, 4)
+    assert choose(cache, None, "pallas_tpu", q, listed=listed).name == "pallas_tpu"
+    refused = choose(cache, None, "pallas_gpu", q, listed=listed)
+    assert (refused.name, refused.reason) == ("xla", "lists of blocks")
