@@ -103,6 +103,7 @@ def test_decoding_equals_one_pass(parcae):
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
 
 
+@pytest.mark.slow
 def test_states_are_drawn_by_position(huginn):
     """So they depend on neither the batch nor the chunks of a prompt, and decoding draws those of a full pass."""
     prompts = random_prompts([20, 9, 41, 3, 16], seed=2)
@@ -126,7 +127,7 @@ def test_poison_changes_nothing(parcae):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("parcae", {"parallel": "tp=2,dp=2"}),
+        pytest.param("parcae", {"parallel": "tp=2,dp=2"}, marks=pytest.mark.slow),
         pytest.param("huginn", {"parallel": "cp=2"}, marks=pytest.mark.slow),
         pytest.param("huginn", {"parallel": "tp=4"}, marks=pytest.mark.slow),
         pytest.param("parcae", {"speculation": "ngram:3"}, marks=pytest.mark.slow),
