@@ -22,7 +22,7 @@ def div(x: jax.Array | int, by: int) -> Any:
     return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
 
 
-def rem(x: jax.Array, by: int) -> jax.Array:
+def rem(x: jax.Array | int, by: int) -> Any:
     """x mod by, x >= 0."""
     return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
 

@@ -41,18 +41,27 @@ QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 @dataclass(frozen=True)
 class Blocks:
     """queries: tokens of a tile. keys: positions of a block. rows: the most queries times heads that share a product
-    and a softmax. edge: positions that are computed at once in blocks with a mask."""
+    and a softmax. edge: positions that are computed at once in blocks with a mask. listed: positions of a block of a
+    list, of which as many as fill `keys` are computed at once; None: `keys`."""
 
     queries: int
     keys: int
     rows: int = 256
     edge: int = 256
+    listed: int | None = None
 
     def __post_init__(self):
         if self.rows % LANES or (self.queries > LANES and self.queries % LANES):
             raise ValueError(f"tiles of {self.queries} queries in products of {self.rows} are not multiples of {LANES}")
         if self.keys % self.edge or self.edge % LANES:
             raise ValueError(f"blocks of {self.keys} keys do not divide into parts of {self.edge}, a multiple of 128")
+        if self.keys % self.of_list or self.of_list % self.edge:
+            raise ValueError(f"{self.keys} keys are not listed blocks of {self.of_list} in parts of {self.edge}")
+
+    @property
+    def of_list(self) -> int:
+        """Positions of a block of a list."""
+        return self.listed or self.keys
 
     @property
     def part(self) -> int:
@@ -135,7 +144,7 @@ def prefill_attention(
 
     The cache has all of these positions already. Negative positions see nothing (out 0, lse -inf); chunks of rows that
     do not exist give 0. A ring has at least as many slots as the window and a chunk's span. visits [P, K, T, M] int32:
-    the queries of tile t see only positions of these blocks, where block n begins at position n * blocks.keys and
+    the queries of tile t see only positions of these blocks, where block n begins at position n * blocks.of_list and
     negative numbers are no block. The kernel does not read blocks that no query of a tile sees.
     Returns out [P, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [P, C, K, G] float32.
     Raises ValueError with the reason of `unsupported`, for a ring without a window and for visits without blocks.
@@ -183,7 +192,7 @@ def _scalars(
     if cache.pages is not None:
         scalars = scalars._replace(table=cache.pages[jnp.where(there, rows, 0)].astype(jnp.int32))
     if visits is not None:
-        lists = visible(visits, firsts[:, ::parts], lasts[:, parts - 1 :: parts], window, blocks.keys)
+        lists = visible(visits, firsts[:, ::parts], lasts[:, parts - 1 :: parts], window, blocks.of_list)
         scalars = scalars._replace(listed=tuple(lists))
     return scalars
 
@@ -200,6 +209,7 @@ def _lay_out(q: jax.Array, positions: jax.Array, sinks: jax.Array | None, arrays
 
 def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, blocks: Blocks) -> Callable[..., None]:
     slots, softcap = cache.k.shape[-2], options.softcap
+    unit = slots if cache.pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
     return functools.partial(
         _kernel,
         arrays=1 if cache.v is None else 2,
@@ -210,7 +220,8 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
         softcap=softcap and softcap * LOG2E,
         ring=cache.ring,
         capacity=_capacity(cache),
-        unit=slots if cache.pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES),
+        unit=math.gcd(unit, blocks.of_list) if most_listed else unit,
+        listed_keys=blocks.of_list,
         edge=blocks.edge,
     )
 
@@ -348,6 +359,7 @@ def _kernel(
     ring,
     capacity,
     unit,
+    listed_keys,
     edge,
 ):
     """One tile of queries and one KV head: out_ref [tile, G * h], lse_ref [G, tile]. Logits are in units of log 2, as
@@ -356,11 +368,12 @@ def _kernel(
     in_vmem, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = scratch
     k_buf, v_buf, scales = in_vmem[0], in_vmem[arrays - 1], in_vmem[arrays:]
     products, rows, size = acc_s.shape
-    parts, keys = query_s.shape[0], k_buf.shape[1]
+    parts = query_s.shape[0]
     part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    stream = TileStream(*scalars, most_listed, in_hbm, in_vmem, state, semaphores, parts, window, ring, capacity, unit)
+    how = parts, window, ring, capacity, unit, listed_keys
+    stream = TileStream(*scalars, most_listed, in_hbm, in_vmem, state, semaphores, *how)
 
     def heads_of(product):
         """The head of each `part` rows of a product, and where they are in the tile."""
@@ -421,7 +434,7 @@ def _kernel(
     def is_full(index):
         """True if the block exists and all queries of the tile see all of it."""
         start, first, last = stream.start(index), stream.first(), stream.last()
-        full = (index < visits) & (start + keys - 1 <= jnp.minimum(first, last))
+        full = (index < visits) & stream.ends_by(index, jnp.minimum(first, last))
         return full if window is None else full & (start > last - window)
 
     def take_full(carry):
@@ -460,17 +473,16 @@ def _kernel(
         index, buf = carry
         stream.start_next(stream.after(stream.after(buf)))
         stream.wait(index, buf)
-        start, last = stream.start(index), stream.last()
 
         def take_part(i, _):
-            at = pl.ds(pl.multiple_of(i * edge, edge), edge)
+            at, start = pl.ds(pl.multiple_of(i * edge, edge), edge), stream.start(index, offset=i * edge)
             for p in range(parts):
-                seen = start + i * edge <= stream.last(p)
+                seen = start <= stream.last(p)
                 if window is not None:
-                    seen &= start + (i + 1) * edge > stream.first(p) - window + 1
-                pl.when(seen)(functools.partial(take_masked, p, buf, at, start + i * edge))
+                    seen &= start + edge > stream.first(p) - window + 1
+                pl.when(seen)(functools.partial(take_masked, p, buf, at, start))
 
-        lax.fori_loop(0, jnp.minimum(div(last - start, edge) + 1, keys // edge), take_part, None)
+        lax.fori_loop(0, div(stream.copied(index) + edge - 1, edge), take_part, None)
         return index + 1, stream.after(buf)
 
     def take_masked(p, buf, at, start):

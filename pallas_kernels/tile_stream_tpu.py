@@ -45,9 +45,10 @@ class TileStream:
 
     Scalars: rows [P], -1 if absent; layer [1]; positions of the first and the last query of every product
     [P, T * parts]; table [P, M] or None; listed: None, or how many blocks each tile visits [P, K * T] and these
-    [P, K * T * M], M being `most_listed`. arrays [L, N, K, S, h], folded ones [L, N, K, S / f, f * h] (see
-    `inferlib.ops.cache_write`) behind others, and scales [L, N, K, S], in HBM; with K = 1 for all heads; on chip
-    `buffers`, [n, keys, h] or [n, keys / f, f * h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to
+    [P, K * T * M], M being `most_listed`, of `listed_keys` positions each; a visit is to as many as fill a buffer.
+    arrays [L, N, K, S, h], folded ones [L, N, K, S / f, f * h] (see `inferlib.ops.cache_write`) behind others,
+    and scales [L, N, K, S], in HBM; with K = 1 for all heads; on chip `buffers`,
+    [n, keys, h] or [n, keys / f, f * h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to
     be copied next, and the buffer to be read next; semaphores [arrays, n]. ring: positions wrap at `capacity`. unit:
     positions that are copied together.
     """
@@ -68,6 +69,7 @@ class TileStream:
     ring: bool
     capacity: int
     unit: int
+    listed_keys: int = 0
 
     def __post_init__(self):
         self._heads, self._tiles = pl.num_programs(1), pl.num_programs(2)
@@ -99,18 +101,38 @@ class TileStream:
         """How many blocks a tile visits, by default this tile."""
         at = at or self.here
         if self.listed is not None:
-            count = self.listed[0][at[0], at[1] * self._tiles + at[2]]
+            count = div(self._listed(at) + self._each - 1, self._each)
         else:
             count = lax.div(self.last(at=at) + self._keys - self.start(0, at), self._keys)
         return jnp.where(self.rows[at[0]] < 0, 0, jnp.maximum(count, 0))
 
-    def start(self, index: jax.Array | int, at: Place | None = None) -> jax.Array:
-        """The first position of a block that the tile visits."""
+    def start(self, index: jax.Array | int, at: Place | None = None, offset: jax.Array | int = 0) -> jax.Array:
+        """The position at an offset in a block that the tile visits."""
         at = at or self.here
         if self.listed is not None:
-            first = (at[1] * self._tiles + at[2]) * self.most_listed
-            return self.listed[1][at[0], first + jnp.minimum(index, self.most_listed - 1)] * self._keys
-        return div(self.lowest(at), self.unit) * self.unit + index * self._keys
+            first, number = (at[1] * self._tiles + at[2]) * self.most_listed, index * self._each
+            number = jnp.minimum(number + div(offset, self.listed_keys), self.most_listed - 1)
+            return self.listed[1][at[0], first + number] * self.listed_keys + rem(offset, self.listed_keys)
+        return div(self.lowest(at), self.unit) * self.unit + index * self._keys + offset
+
+    def ends_by(self, index: jax.Array, position: jax.Array) -> jax.Array:
+        """Whether this tile's block is whole, and none of it lies behind a position."""
+        by = self.start(index, offset=self._keys - 1) <= position
+        return by if self.listed is None else by & ((index + 1) * self._each <= self._listed(self.here))
+
+    def copied(self, index: jax.Array) -> jax.Array:
+        """How many positions of this tile's block there are, in whole units."""
+        return self._units(index, self.here) * self.unit
+
+    @property
+    def _each(self) -> int:
+        """How many listed blocks are visited together."""
+        return self._keys // self.listed_keys
+
+    def _listed(self, at: Place) -> jax.Array:
+        """How many blocks are listed for a tile."""
+        assert self.listed is not None
+        return self.listed[0][at[0], at[1] * self._tiles + at[2]]
 
     # ---- copies
 
@@ -168,17 +190,31 @@ class TileStream:
 
     def _units(self, index: jax.Array, at: Place) -> jax.Array:
         """How many units of a block there are."""
-        unit = self.unit
-        return jnp.minimum(div(self.last(at=at) - self.start(index, at) + unit, unit), self._keys // unit)
+        unit, last = self.unit, self.last(at=at)
+        if self.listed is None:
+            return jnp.minimum(div(last - self.start(index, at) + unit, unit), self._keys // unit)
+        before = jnp.clip(self._listed(at) - index * self._each, 1, self._each) - 1  # they are whole
+        start = self.start(index, at, before * self.listed_keys)
+        some, each = div(last - start + unit, unit), self.listed_keys // unit
+        return before * each + jnp.minimum(some, each)
 
     def _start_block(self, at: Place, index: jax.Array, buffer: jax.Array) -> None:
-        units, start = self._units(index, at), self.start(index, at)
-        slots, keys, unit = self.arrays[0].shape[3], self._keys, self.unit
+        units, most = self._units(index, at), self._keys if self.listed is None else self.listed_keys
+        for offset in range(0, self._keys, most):
+            of_part = jnp.clip(units - offset // self.unit, 0, most // self.unit)
+            self._start_part(self.start(index, at, offset), offset, most, of_part, (at, buffer))
+
+    def _start_part(
+        self, start: jax.Array, offset: int, keys: int, units: jax.Array, place: tuple[Place, jax.Array]
+    ) -> None:
+        """Start the copies of so many units of `keys` consecutive positions to `offset` in a buffer."""
+        (at, buffer), slots, unit = place, self.arrays[0].shape[3], self.unit
         if slots >= keys:
             whole = (units == keys // unit) & (rem(start, slots) + keys <= slots)
-            pl.when(whole)(lambda: self._start_copy(at, start, 0, keys, buffer))
+            pl.when(whole)(lambda: self._start_copy(at, start, offset, keys, buffer))
             units = jnp.where(whole, 0, units)
-        lax.fori_loop(0, units, lambda i, _: self._start_copy(at, start + i * unit, i * unit, unit, buffer), None)
+        one = lambda i, _: self._start_copy(at, start + i * unit, offset + i * unit, unit, buffer)  # noqa: E731
+        lax.fori_loop(0, units, one, None)
 
     def _start_copy(self, at: Place, position, offset, count: int, buffer: jax.Array) -> None:
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""

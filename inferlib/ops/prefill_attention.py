@@ -80,8 +80,9 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, listed: Block
 def _tpu_blocks(listed: BlockList):
     from inferlib.pallas_kernels.prefill_attention_tpu import Blocks
 
-    # Blocks are small, so a product has the heads of as many tokens as fit: 15 % fewer cycles than with 256 rows.
-    return Blocks(listed.queries, listed.keys, rows=512, edge=math.gcd(listed.keys, 256))
+    # Small blocks share a product.
+    keys = max(512 // listed.keys, 1) * listed.keys
+    return Blocks(listed.queries, keys, edge=math.gcd(listed.keys, 256), listed=listed.keys)
 
 
 def prefill_attention(

@@ -36,7 +36,7 @@ CASES = {
     "large logits": Case((1, 200), group=1, loudness=1e4, sinks=True),
     "pages": Case((0, 1, 16, 17, -1, 80), slots=16, columns=7, layers=2, group=1),
     "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
-    "listed blocks": Case((0, 130, 384, -1), width=256, slots=640, listed=3, group=1),
+    "listed blocks": Case((0, 130, 1000, -1), width=256, slots=1280, listed=7, group=1),
     "int8": Case((0, 1, 200, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
     "fp8, half precision, softcap": Case(
         (1, 270, -1), width=32, slots=384, layers=2, heads=1, dtype=jnp.bfloat16, stored=FP8, options={"softcap": 20.0}
@@ -158,7 +158,8 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
 
     def run(**inputs):
         if listed := inputs.pop("listed", None):
-            inputs |= {"visits": listed.numbers, "blocks": prefill_attention_tpu.Blocks(128, 128, edge=128)}
+            blocks = prefill_attention_tpu.Blocks(128, 256, edge=128, listed=128)
+            inputs |= {"visits": listed.numbers, "blocks": blocks}
         return real(**inputs, interpret=params)
 
     CASES[name].check(run)
