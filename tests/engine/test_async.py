@@ -256,7 +256,7 @@ def test_an_interrupt_ends_the_streams(small, expected, monkeypatch):
         left -= 1
         if left == 0:
             signal.pthread_kill(main_thread, signal.SIGINT)
-            assert interrupted.wait(60)
+            assert interrupted.wait(300)
         return advance(engine, **options)
 
     async def main():

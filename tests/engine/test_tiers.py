@@ -226,7 +226,7 @@ def test_the_threads_end_with_the_engine(tight, tmp_path):
     del engine
     gc.collect()
     for thread in started:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 

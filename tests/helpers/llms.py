@@ -93,7 +93,7 @@ def stopped_engine(calls: int) -> Iterator[threading.Event]:
 
     def stopping(engine: Engine, **options: Any):
         if next(left, None) is None:
-            assert event.wait(60)
+            assert event.wait(300)
         return advance(engine, **options)
 
     with pytest.MonkeyPatch.context() as patch:

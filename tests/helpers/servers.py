@@ -31,7 +31,7 @@ def serving(llm: LLM | AsyncLLM, *, limits: Limits | None = None, **options: Any
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 
