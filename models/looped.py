@@ -62,18 +62,17 @@ class Loop(nnx.Module):
         once = self.spec.steps == 1
 
         def step(carry, number):
-            state, arrays = carry
-            at = [replace(c, arrays=x, layer=None if once else number) for c, x in zip(caches, arrays, strict=True)]
+            state, caches = carry
+            at = [replace(cache, layer=None if once else number) for cache in caches]
             with jax.named_scope("injection"):
                 x = self.injection(state, injected, ctx)
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
-            return (ran.residual.x, tuple(cache.arrays for cache in ran.caches)), None
+            return (ran.residual.x, tuple(ran.caches)), None
 
         # The cache is carried: as an input and output of the scan it would exist twice.
-        carry = self.first_state(ctx), tuple(cache.arrays for cache in caches)
-        (state, arrays), _ = lax.scan(step, carry, jnp.arange(self.spec.steps, dtype=jnp.int32))
-        new = [replace(cache, arrays=x) for cache, x in zip(caches, arrays, strict=True)]
-        return Ran(replace(residual, x=self.outputs(state, ctx)), new, [], {})
+        carry, numbers = (self.first_state(ctx), tuple(caches)), jnp.arange(self.spec.steps, dtype=jnp.int32)
+        (state, caches), _ = lax.scan(step, carry, numbers)
+        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {})
 
     def injected(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """What every step injects of the prelude's output [T, D]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -53,26 +54,24 @@ def run_segment(
     new, loads, features = [], [], {}
     for number, (block, cache) in enumerate(zip(blocks, caches, strict=True), segment.start):
         parts = _split(block, ctx, is_stacked=False)
-        key = parts.graph, cache.ring, cache.summaries is not None
-        if key not in traced:
-            traced[key] = _traced_layer(*key, ctx)
+        if parts.graph not in traced:
+            traced[parts.graph] = _traced_layer(parts.graph, ctx)
         of_layer = None if inputs is None else inputs[:, number]
-        residual, flat, load = traced[key](parts.states, residual, cache.flat, cache.layer, of_layer)
-        new.append(LayerCache.of(flat, cache.ring, summarised=cache.summaries is not None))
+        residual, cache, load = traced[parts.graph](parts.states, residual, cache, of_layer)
+        new.append(cache)
         loads += [] if load is None else [load[None]]
         if number + 1 in ctx.feature_layers:
             features[number + 1] = residual.value
     return Ran(residual, new, loads, features)
 
 
-def _traced_layer(graph: nnx.GraphDef, ring: bool, summarised: bool, ctx: StepContext):
+def _traced_layer(graph: nnx.GraphDef, ctx: StepContext):
     """A layer as a function that is traced once for all equal layers; XLA inlines it."""
 
     @jax.jit
-    def layer(states, residual, flat, place, inputs):
-        block, cache = nnx.merge(graph, *states), LayerCache.of(flat, ring, summarised=summarised, layer=place)
-        residual, cache, load = block(residual, ctx, cache, token_inputs=inputs)
-        return residual, cache.flat, load
+    def layer(states, residual, cache, inputs):
+        residual, cache, load = nnx.merge(graph, *states)(residual, ctx, cache, token_inputs=inputs)
+        return residual, replace(cache, layer=None), load
 
     return layer
 
@@ -99,18 +98,16 @@ def _scan(
     wanted = [n for n in sorted(set(ctx.feature_layers)) if segment.start < n <= segment.stop]
 
     def body(carry, slices):
-        layer, residual, arrays, features = carry
+        layer, residual, owned, features = carry
         states, inputs = slices
         new, loads = [], []
         for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
-            cache, ring, summarised = caches[i], caches[i].ring, caches[i].summaries is not None
-            if block.owns_cache:
-                cache = LayerCache.of(arrays[i], ring, summarised=summarised, layer=layer)
+            cache = replace(owned[i], layer=layer) if block.owns_cache else caches[i]
             of_layer = None if inputs is None else inputs[i]
             whole = jax.tree.map(partial(_of_layer, layer), part.states[0], is_leaf=lambda p: isinstance(p, nnx.Param))
             merged = nnx.merge(part.graph, whole, state)
             residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
-            new.append(cache.flat if block.owns_cache else ())
+            new.append(replace(cache, layer=None) if block.owns_cache else LayerCache(()))
             loads += [] if load is None else [load]
             done = segment.start + layer * len(blocks) + i + 1
             features = {
@@ -122,17 +119,13 @@ def _scan(
     carry = (
         jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
         residual,
-        tuple(cache.flat if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
+        tuple(cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)),
         {n: jnp.zeros_like(residual.x) for n in wanted},
     )
     slices = tuple(part.states[1] for part in parts), inputs
     (_, residual, new, features), loads = lax.scan(body, carry, slices, length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
-    new = [
-        LayerCache.of(flat, old.ring, summarised=old.summaries is not None)
-        for flat, old in zip(new, caches, strict=True)
-    ]
-    return Ran(residual, new, loads, features)
+    return Ran(residual, list(new), loads, features)
 
 
 class _Parts(NamedTuple):

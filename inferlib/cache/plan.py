@@ -282,15 +282,16 @@ class CachePlan:
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
-        rest = iter(arrays)
-        return tuple(
-            LayerCache.of(tuple(islice(rest, len(b.owned))), b.ring, summarised=b.block is not None)
-            for b in self.every_block
-        )
+        rest, caches = iter(arrays), []
+        for block in self.every_block:
+            summarised = bool(block.owned) and block.block is not None
+            cells = tuple(islice(rest, len(block.owned) - summarised))
+            caches.append(LayerCache(cells, block.ring, summaries=next(rest) if summarised else None))
+        return tuple(caches)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
-        return tuple(array for cache in caches for array in cache.flat)
+        return tuple(jax.tree.leaves(caches))
 
 
 def _zeros(arrays: tuple[CacheArray, ...], shards: Shards) -> tuple[jax.Array, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,20 +56,9 @@ class LayerCache:
     """
 
     arrays: tuple[jax.Array, ...]
-    ring: bool = False
+    ring: bool = field(default=False, metadata={"static": True})
     layer: jax.Array | None = None
     summaries: jax.Array | None = None
-
-    @staticmethod
-    def of(flat: Sequence[jax.Array], ring: bool, *, summarised: bool, layer: jax.Array | None = None) -> LayerCache:
-        """The cache of arrays as `flat` lists them. summarised: summaries are the last, if there are any arrays."""
-        split = len(flat) - bool(summarised and flat)
-        return LayerCache(tuple(flat[:split]), ring, layer, *flat[split:])
-
-    @property
-    def flat(self) -> tuple[jax.Array, ...]:
-        """The arrays, and behind them the summaries, if there are some."""
-        return self.arrays if self.summaries is None else (*self.arrays, self.summaries)
 
     @property
     def slots(self) -> int:
