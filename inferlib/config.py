@@ -387,7 +387,9 @@ class EngineConfig:
     host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
-    speculation: what drafts tokens that decode steps verify; None: nothing does.
+    speculation: what drafts tokens that decode steps verify; None: nothing does. forced_drafts: steps whose tokens are
+    chosen with the host verify what grammars force, which recurrent layers cannot: their states take what stood within
+    the program.
     attention_pages: which pages of a row decode steps read; None: all.
     sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
     adapters: how many adapters may be on the devices; None: programs take none.
@@ -416,6 +418,7 @@ class EngineConfig:
     snapshots: int | None = None
     itl: float | None = None
     speculation: Speculation | None = None
+    forced_drafts: bool = True
     attention_pages: PageSelection | None = None
     sparse_prefill: SparsePrefill | None = None
     adapters: AdapterSlots | None = None
@@ -574,11 +577,11 @@ class EngineConfig:
         return self.row_limit or self.buckets.prefill[-1]
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
-        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if
-        layers cannot verify drafts, if none selects pages or blocks, or if `draft`, the model that drafts, cannot do so
-        for this one."""
-        if self.speculation is not None:
-            check_drafted(model)
+        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if no
+        layer selects pages or blocks, if layers cannot verify `forced_drafts`, or if `draft`, the model that drafts,
+        cannot do so for this one."""
+        if self.speculation is not None and self.forced_drafts and _has_states(model):
+            raise ConfigurationError("recurrent layers verify no drafts of the host: set forced_drafts=False")
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
         if self.sparse_prefill is not None:
@@ -695,8 +698,7 @@ class EngineOptions:
     speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
         by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary,
         "eagle3:DIRECTORY:3" by an EAGLE-3 head, "mtp:3" by the model's own layer for further tokens; or a
-        `Speculation`. Where that pays is measured while requests run. It takes programs of its own, and layers without
-        recurrent states. By default off.
+        `Speculation`. Where that pays is measured while requests run. It takes programs of its own. By default off.
     attention_pages: decode steps read only the pages of a row whose keys may matter most to the query, which changes
         results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
         as many blocks of 16 positions. All cells stay. Prompts, and layers with a window, latents or a state, are
@@ -851,11 +853,14 @@ class EngineOptions:
             **self.tiers,
             snapshots=self.snapshots,
             itl=self.itl,
-            speculation=speculation_option(self.speculation),
+            **self._drafting(model),
             attention_pages=selection_option(self.attention_pages),
             sparse_prefill=sparse_option(self.sparse_prefill),
             adapters=self.adapters,
         )
+
+    def _drafting(self, model: ModelConfig | None) -> dict[str, Any]:
+        return {"speculation": speculation_option(self.speculation), "forced_drafts": not _has_states(model)}
 
     def _layers(
         self, device: DeviceKind, shards: Shards, model: ModelConfig | None, quantization: Quantization | None
@@ -901,15 +906,8 @@ class EngineOptions:
         return model.context if most is None else min(model.context, most)
 
 
-def check_drafted(model: ModelConfig) -> None:
-    """Raise ConfigurationError if layers of a model cannot verify drafts."""
-    recurrent = {i: x.attention.title for i, x in enumerate(model.layers) if isinstance(x.attention, Recurrent)}
-    if recurrent:
-        number, title = next(iter(recurrent.items()))
-        raise ConfigurationError(
-            f"speculation takes tokens back, which {len(recurrent)} layers of this model cannot (layer {number}: "
-            f"{title}), as their state forgets nothing: leave speculation out"
-        )
+def _has_states(model: ModelConfig | None) -> bool:
+    return model is not None and any(isinstance(layer.attention, Recurrent) for layer in model.layers)
 
 
 def check_selecting(model: ModelConfig, option: str) -> None:

@@ -157,3 +157,11 @@ class StepContext:
         """cos and sin [T, dim / 2] for each kind of rotary embedding in the model."""
         specs = dict.fromkeys(layer.attention.rope for layer in self.config.layers)  # in an order that no hash decides
         return {spec: rope_angles(spec, self.max_len, self.positions) for spec in specs if spec is not None}
+
+
+def rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """x [B, N, ...], each row rolled so that its first `counts` entries are the last ones, as decode rows have their
+    tokens; or, negative, back."""
+    width = x.shape[1]
+    at = (jnp.arange(width) + counts[:, None]) % width
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)

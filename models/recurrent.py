@@ -78,7 +78,8 @@ class Recurrent:
 
     def build(self, layout: HeadLayout, dim: int, dtype) -> nnx.Module:
         """The layer of a model of width `dim`. Called with x [T, dim], a `StepContext` and a `LayerCache` of `states`,
-        it returns this device's part of the sum over heads [T, dim], and the cache."""
+        it returns this device's part of the sum over heads [T, dim], and the cache. Its method `rule` is a
+        `mixers.states.Rule`, by which it runs all tokens."""
         raise NotImplementedError
 
     def assemblies(self, names: Mapping[str, str], dim: int) -> dict[str, Assembly]:

@@ -100,21 +100,22 @@ def _scan(
     def body(carry, slices):
         layer, residual, owned, features = carry
         states, inputs = slices
-        new, loads = [], []
+        new, loads, read = [], [], []
         for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
             cache = replace(owned[i], layer=layer) if block.owns_cache else caches[i]
             of_layer = None if inputs is None else inputs[i]
             whole = jax.tree.map(partial(_of_layer, layer), part.states[0], is_leaf=lambda p: isinstance(p, nnx.Param))
             merged = nnx.merge(part.graph, whole, state)
             residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
-            new.append(replace(cache, layer=None) if block.owns_cache else LayerCache(()))
+            new.append(replace(cache, layer=None, inputs=()) if block.owns_cache else LayerCache(()))
+            read.append(cache.inputs)
             loads += [] if load is None else [load]
             done = segment.start + layer * len(blocks) + i + 1
             features = {
                 n: jnp.where(done == n, residual.value, x) if (n - segment.start - 1) % len(blocks) == i else x
                 for n, x in features.items()
             }
-        return (layer + 1, residual, tuple(new), features), jnp.stack(loads) if loads else None
+        return (layer + 1, residual, tuple(new), features), (jnp.stack(loads) if loads else None, read)
 
     carry = (
         jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
@@ -123,9 +124,10 @@ def _scan(
         {n: jnp.zeros_like(residual.x) for n in wanted},
     )
     slices = tuple(part.states[1] for part in parts), inputs
-    (_, residual, new, features), loads = lax.scan(body, carry, slices, length=segment.count)
+    (_, residual, new, features), (loads, read) = lax.scan(body, carry, slices, length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
-    return Ran(residual, list(new), loads, features)
+    new = [replace(cache, inputs=inputs) for cache, inputs in zip(new, read, strict=True)]
+    return Ran(residual, new, loads, features)
 
 
 class _Parts(NamedTuple):

@@ -390,7 +390,8 @@ def _cache_read(block: BlockCache | BlockState, reach: int | None, config: Engin
     shards, selection = config.shards, config.attention_pages
     if isinstance(block, BlockState):
         lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
-        return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
+        passes = 2 if key.drafts else 1  # tokens that stand are replayed
+        return (passes * key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
 
     def seen(tokens: int) -> int:
         positions = key.limit if reach is None else min(key.limit, reach + tokens - 1)

@@ -368,7 +368,9 @@ class Deployed:
         """Operations of a block's mixers, and bytes of its cache that they read and write."""
         spec, layers = block.attention, block.layers
         if isinstance(spec, Recurrent):
-            return 2.0 * layers * q.tokens * block.heads * spec.token_products, 2.0 * layers * q.rows * block.state
+            drafted = q.decode and q.tokens > q.rows  # then states are read, and later replayed: read again and written
+            done = (4.0 if drafted else 2.0) * layers * q.tokens * block.heads * spec.token_products
+            return done, (3.0 if drafted else 2.0) * layers * q.rows * block.state
         share = q.ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
         reach, width = spec.reach or float("inf"), spec.pair_width(decode=q.decode)
         done = 2.0 * layers * q.tokens * block.heads * width * min(q.seen, reach) * share

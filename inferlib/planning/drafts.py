@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferlib.config import ConfigurationError, brief, check_draft, check_drafted
+from inferlib.config import ConfigurationError, brief, check_draft
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config
 from inferlib.speculation.settings import Speculation
@@ -43,8 +43,7 @@ class Drafts:
                 )
 
     def check(self, target: ModelConfig) -> None:
-        """Raise ConfigurationError if the model cannot draft for a target, or nothing can."""
-        check_drafted(target)
+        """Raise ConfigurationError if the model cannot draft for a target."""
         if self.model is not None:
             check_draft(self.model, target)
 

@@ -28,6 +28,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
+from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState, map_state, state_axes
@@ -310,7 +311,7 @@ class _Step(NamedTuple):
 
 class _Pass(NamedTuple):
     """A pass of the model. hidden [T, D]; decoder: for its head; load: of experts, if that is counted; features
-    [T, N, D]: if a model that drafts reads some."""
+    [T, N, D]: if a model that drafts reads some. inputs: of each block, what its layers have yet to replay."""
 
     hidden: jax.Array
     decoder: Decoder
@@ -318,6 +319,7 @@ class _Pass(NamedTuple):
     mailboxes: Mailboxes | None
     load: jax.Array | None
     features: jax.Array | None
+    inputs: tuple[tuple[jax.Array, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -362,8 +364,9 @@ class _Maker:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
         hidden, caches, mailboxes, load, features = decoder(ctx, caches, mailboxes)
+        inputs, caches = tuple(cache.inputs for cache in caches), tuple(replace(cache, inputs=()) for cache in caches)
         cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
-        return _Pass(hidden, decoder, cache, mailboxes, load, features)
+        return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs)
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""
@@ -431,6 +434,15 @@ class _Maker:
         fused = self.drafter.fused(self.tools(self.drafter, weights, rows), ran.features)
         fused = hidden_of_tokens(fused, counts)
         return rows._replace(features=rows.features.at[:, : fused.shape[1]].set(fused), first=rows.length)
+
+    def replayed(self, ran: _Pass, counts: jax.Array) -> tuple[jax.Array, ...]:
+        """The cache after a decode step in which `counts` [B] tokens of each row stand: states of recurrent layers have
+        these alone."""
+        if not any(ran.inputs):
+            return ran.cache
+        caches, of_drafts = self.split(ran.cache)
+        caches = tuple(replace(cache, inputs=inputs) for cache, inputs in zip(caches, ran.inputs, strict=True))
+        return self.plan.flatten(replay(ran.decoder, caches, counts) + of_drafts)
 
     def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
         return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
@@ -522,8 +534,9 @@ class _Maker:
             ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
             logits, counts = logits[:, None], rows.active.astype(jnp.int32)
         rows = self.stored(weights, ran, rows, counts)
+        before = rows.length
         rows, sampled, tally = accepted(self.advance_at(rows, logits, drafts), rows, drafts, logits.shape[1])
-        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally)
+        return self.replayed(ran, rows.length - before), rows, ran.mailboxes, _Step(sampled, ran.load, tally)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs

@@ -553,7 +553,7 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
                 steps = {config.decode_steps, *([1] if rows in config.one_step_buckets else [])}
                 sizes = itertools.product(sorted(steps), config.speculation.counts)
                 keys += [ProgramKey(mode, rows, limit, k, drafts=count) for k, count in sizes]
-            if config.speculation is not None and mode == "processed":
+            if config.speculation is not None and config.forced_drafts and mode == "processed":
                 keys += [ProgramKey(mode, rows, limit, drafts=count) for count in config.speculation.counts]
             if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))

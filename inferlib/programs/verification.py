@@ -15,10 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from inferlib.models.batch import StepBatch
+from inferlib.models.batch import StepBatch, rolled
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled
-from inferlib.speculation.drafter import rolled
 
 Advance = Callable[[RowState, int], tuple[RowState, Sampled]]
 

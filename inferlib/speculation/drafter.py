@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
@@ -130,10 +129,3 @@ class ModelDrafter(Protocol):
     def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
         """What is stored of features [T, N, W]: [T, D]. Traced; only of a drafter that reads some."""
         ...
-
-
-def rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """x [B, C, ...], each row rolled so that its first `counts` entries are the last ones; or, negative, back."""
-    width = x.shape[1]
-    at = (jnp.arange(width) + counts[:, None]) % width
-    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.batch import StepBatch, StepContext, rolled
 from inferlib.ops.backend import Backend
 from inferlib.speculation.drafter import (
     AfterStep,
@@ -31,7 +31,6 @@ from inferlib.speculation.drafter import (
     Followed,
     Pending,
     arrays_of,
-    rolled,
     with_arrays,
 )
 

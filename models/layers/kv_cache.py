@@ -51,6 +51,9 @@ class LayerCache:
     summaries [N, n, K, 2 * h] or [L, N, n, K, 2 * h]: of the n blocks of each page, if decode steps select what they
     read (see `inferlib.ops.selected_pages`).
 
+    inputs [B, C, ...] or [L, B, C, ...]: of a step whose tokens may not stand, what a recurrent layer read of each
+    row's tokens. Its states do not have them yet: see `inferlib.models.replay`.
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
     devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
     """
@@ -59,6 +62,7 @@ class LayerCache:
     ring: bool = field(default=False, metadata={"static": True})
     layer: jax.Array | None = None
     summaries: jax.Array | None = None
+    inputs: tuple[jax.Array, ...] = ()
 
     @property
     def slots(self) -> int:

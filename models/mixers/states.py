@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.models.batch import StepBatch
+from inferlib.models.batch import StepBatch, rolled
 from inferlib.models.layers.kv_cache import LayerCache
 
 States = tuple[jax.Array, ...]
@@ -24,17 +24,23 @@ def in_turn(
     rule: Rule, inputs: Sequence[jax.Array], batch: StepBatch, cache: LayerCache
 ) -> tuple[jax.Array, LayerCache]:
     """Run a step's tokens, inputs [T, ...] each, through a rule; returns outputs [T, ...] and the new cache. Tokens
-    that are not valid change no state."""
+    that are not valid change no state, and neither do several of a decode row, which may not stand: the cache keeps
+    their inputs, see `replayed`."""
     (p, c), outs = batch.chunk_tokens.shape, []
     if split := math.prod((p, c)):
         chunks = [x[:split].reshape(p, c, *x.shape[1:]) for x in inputs]
         out, cache = _chunks_in_turn(rule, chunks, batch, cache)
         outs.append(out.reshape(split, *out.shape[2:]))
     if rows := batch.decode_tokens.shape[0]:
-        live = (batch.decode_lengths > 0).astype(jnp.int32)
-        out, new = rule([x[split:, None] for x in inputs], row_states(cache, rows), live)
-        cache = with_row_states(cache, new)
-        outs.append(out[:, 0])
+        of_rows = [x[split:].reshape(*batch.decode_tokens.shape, *x.shape[1:]) for x in inputs]
+        if (counts := batch.decode_counts) is None:
+            out, new = rule(of_rows, row_states(cache, rows), (batch.decode_lengths > 0).astype(jnp.int32))
+            cache = with_row_states(cache, new)
+        else:
+            of_rows = [rolled(x, -counts) for x in of_rows]
+            out, _ = rule(of_rows, row_states(cache, rows), counts)
+            out, cache = rolled(out, counts), replace(cache, inputs=tuple(of_rows))
+        outs.append(out.reshape(-1, *out.shape[2:]))
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
 
 
@@ -57,6 +63,12 @@ def _chunks_in_turn(
         return out[None], replace(cache, arrays=arrays)
     arrays, out = lax.scan(one, cache.arrays, (table, list(chunks)))
     return out, replace(cache, arrays=arrays)
+
+
+def replayed(rule: Rule, cache: LayerCache, counts: jax.Array) -> LayerCache:
+    """The cache in whose states the first `counts` [B] of each row's tokens are, of which it kept the inputs."""
+    _, new = rule(list(cache.inputs), row_states(cache, counts.size), counts)
+    return replace(with_row_states(cache, new), inputs=())
 
 
 def advance(

@@ -71,8 +71,9 @@ def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutp
 def tight(path, buckets: Buckets, **more) -> LLM:
     """An engine whose pool has room for a sequence and a half, so that rows lose their pages."""
     whole = build_llm(path, buckets, **more).engine.plan
-    memory = whole.nbytes // whole.pages * (whole.columns * 3 // 2)
-    return build_llm(path, buckets, cache_memory=memory, **more)
+    of_page, of_rows = whole.bytes_of()
+    memory = of_rows + of_page * (whole.columns * 3 // 2)
+    return build_llm(path, buckets, cache_memory=memory, snapshots=whole.snapshots, **more)
 
 
 def counted_drafts(text: Sequence[int], cells: int, drafts: Callable[[int], Sequence[int]]) -> np.ndarray:

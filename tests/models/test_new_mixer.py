@@ -203,6 +203,7 @@ def test_cache_plan_and_cost_count_its_state(folder):
         for heads in (HEADS, 2 * HEADS)
     )
     assert one.decode(3, 50).cache_bytes == 2 * 3 * LAYERS * HEADS * SIZE * 4
+    assert one.decode(3, 50, drafts=3).cache_bytes == 3 * 3 * LAYERS * HEADS * SIZE * 4  # read, and replayed
     products = 2 * SIZE + 2 * SIZE * WIDTH  # beside those with weights, which grow as well
     assert two.decode(3, 50).flops - one.decode(3, 50).flops == 2 * 3 * LAYERS * HEADS * products
 

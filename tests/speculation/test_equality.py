@@ -15,6 +15,7 @@ from inferlib.speculation.settings import Speculation
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, poison
+from tests.helpers.speculation import BUCKETS as SHORT
 from tests.helpers.speculation import (
     GREEDY,
     JOBS,
@@ -54,10 +55,19 @@ def test_all_options_in_one_batch(platforms, path, without, expected, monkeypatc
     assert 0.2 < stats.accepted_drafts / stats.drafts < 0.95
 
 
-@pytest.mark.parametrize("family", ["lfm2", "nemotron_h"])
-def test_layers_that_cannot_take_tokens_back_are_named(family, checkpoint):
-    with pytest.raises(ConfigurationError, match=r"layers of this model cannot \(layer 0: .*leave speculation out"):
-        build_llm(checkpoint(family), Buckets(prefill=(8,), batch=(1,), cache=(32,)), speculation="ngram:3")
+def test_states_have_tokens_that_stand(checkpoint, counts):
+    """Of rows that go on from snapshots, lose their pages, end within a step, and decode without drafts in between."""
+    counts(3, 3, 0)
+    path, jobs = checkpoint("olmo_hybrid"), JOBS[1:7]
+    expected = run(build_llm(path, SHORT, decode_steps=3), jobs)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
+    llm = tight(path, SHORT, decode_steps=3, speculation=speculation)
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+        assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert 0.2 < llm.stats.accepted_drafts / llm.stats.drafts < 0.95
 
 
 # ---- further cases of each kind
@@ -92,7 +102,8 @@ def test_bucket_edges_and_changing_counts(path, without, counts):
         assert_same(run(llm, [job]), [wanted])
 
 
-# Windows in rings, with sinks; latents; experts; chunked attention; caches of other layers; int8; stacked layers.
+# Windows in rings, with sinks; latents; experts; chunked attention; caches of other layers; int8; stacked layers; and
+# states of each kind.
 KINDS = {
     "gpt_oss": {},
     "minicpm3": {},
@@ -101,6 +112,11 @@ KINDS = {
     "gemma3n_text": {},
     "llama": {"kv_cache_dtype": "int8", "scan": True},
     "ministral": {"scan": True},
+    "qwen3_5_text": {"scan": True},
+    "nemotron_h": {"scan": True},
+    "kimi_linear": {},
+    "minimax": {"scan": True},
+    "lfm2": {},
 }
 
 
@@ -144,9 +160,10 @@ def test_kernels_that_take_several_queries_of_a_row(family, sizes, options, chec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["dp=2,tp=4", "dp=4,ep=2"])
-def test_eight_devices(parallel, checkpoint):
-    family = "qwen3_moe" if "ep" in parallel else "llama"
+@pytest.mark.parametrize(
+    ("family", "parallel"), [("llama", "dp=2,tp=4"), ("qwen3_moe", "dp=4,ep=2"), ("nemotron_h", "dp=2,tp=4")]
+)
+def test_eight_devices(family, parallel, checkpoint):
     buckets = Buckets(prefill=(8,), batch=(8,), cache=(64,))
     jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
     expected = run(build_llm(checkpoint(family), buckets), jobs)

@@ -115,6 +115,15 @@ def test_answers_to_random_schemas(path):
 
 
 @pytest.mark.slow
+def test_models_with_states_draft_none(checkpoint):
+    """Rows with a grammar and rows beside them, which draft as soon as they are alone."""
+    expected = run(build_llm(checkpoint("lfm2"), BUCKETS), JOBS[4:])
+    llm = build_llm(checkpoint("lfm2"), BUCKETS, speculation="ngram:3")
+    assert_same(run(llm, JOBS[4:]), expected)
+    assert llm.stats.drafts
+
+
+@pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up(path, expected):
     llm = tight(path, dataclasses.replace(BUCKETS, cache=(64,)), decode_steps=2, speculation="ngram:3")
     llm.warmup(("greedy", "sample", "logprobs", "processed"))
