@@ -1,13 +1,14 @@
-"""What is lost where decode steps read only some pages of a long context: secret numbers that a model finds again.
+"""What is lost where decode steps read only some pages of a long context, or the cache keeps only some of it: secret
+numbers that a model finds again.
 
-    python benchmarks/long_contexts.py --model smollm2 --pages quest:16:16,quest:8:16,quest:8:32
+    python benchmarks/long_contexts.py --model smollm2 --pages quest:16:16,quest:8:32 --policies keydiff:256
 
 A context is a text (by default LICENSE, which nobody edits) of --tokens tokens, in which three sentences tell a secret
 number each. Every number of four contexts is asked for in a request of its own. "asked in the prompt": the prompt ends
 with the question, so it is read in full, and so is the first digit; all others are found by the selection. "asked
 later": the prompt is the context alone, and a grammar forces the question to be generated before the answer, so
-whatever the model reads of the context for either, it reads by the selection. "read" is the share of the context that a
-decode step reads. The first row reads all of it.
+whatever the model reads of the context for either, it reads by the selection, or from what the cache still has. "read"
+is the share of the context that a decode step reads. The first row reads all of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import LLM, Buckets, SamplingParams, StructuredOutputs
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
 
 NAMES = ("Anna", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karla", "Louis")
@@ -39,11 +41,18 @@ class Question(NamedTuple):
     answer: str
 
 
-class Row(NamedTuple):
-    """How many questions were answered, in the prompt and later. read: the share of the context that a decode step
-    reads."""
+class Way(NamedTuple):
+    """The options `attention_pages` and `cache_policy` of `LLM`."""
 
-    pages: str
+    pages: str | None = None
+    policy: str | None = None
+
+
+class Row(NamedTuple):
+    """How many questions were answered, in the prompt and later. option: `attention_pages` or `cache_policy`. read: the
+    share of the context that a decode step reads."""
+
+    option: str
     in_prompt: int
     later: int
     asked: int
@@ -103,15 +112,18 @@ def build(model: str, tokens: int, pages: str | None, **options: Any) -> LLM:
     return LLM(model, attention_pages=pages, **sizes | options)
 
 
-def measure(model: str, text: str, tokens: int, pages: Sequence[str], **options: Any) -> Iterator[Row]:
-    """A row of each way to read, after one that reads all. options: of `LLM`."""
-    for name in (None, *pages):
-        llm = build(model, tokens, name, **options)
+def measure(model: str, text: str, tokens: int, ways: Sequence[Way], **options: Any) -> Iterator[Row]:
+    """A row of each way to read or to keep, after one that reads all. options: of `LLM`."""
+    for pages, policy in (Way(), *ways):
+        llm = build(model, tokens, pages, cache_policy=policy, **options)
         asked = questions(llm, text, tokens)
-        selection, read = PageSelection.read(name), 1.0
+        selection, bounded, read = PageSelection.read(pages), CachePolicy.read(policy), tokens
         if selection is not None:
-            read = min(selection.count * (selection.size or llm.engine.plan.page) / tokens, 1.0)
-        yield Row(name or "all", answers(llm, asked), answers_later(llm, asked), len(asked), read)
+            read = selection.count * (selection.size or llm.engine.plan.page)
+        elif bounded is not None:
+            read = bounded.budget
+        right = answers(llm, asked), answers_later(llm, asked)
+        yield Row(pages or policy or "all", *right, len(asked), min(read / tokens, 1.0))
 
 
 def main() -> None:
@@ -120,20 +132,22 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--pages", default="quest:32:16,quest:16:16,quest:8:16,quest:16:32,quest:8:32,quest:4:64")
+    parser.add_argument("--policies", default="keydiff:256,knorm:256,streaming:256")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    text, pages = args.text.read_text(encoding="utf-8"), [name for name in args.pages.split(",") if name]
-    rows = list(measure(args.model, text, args.tokens, pages, dtype=args.dtype))
+    ways = [Way(pages=name) for name in args.pages.split(",") if name]
+    ways += [Way(policy=name) for name in args.policies.split(",") if name]
+    rows = list(measure(args.model, args.text.read_text(encoding="utf-8"), args.tokens, ways, dtype=args.dtype))
     if args.json:
         print(json.dumps([row._asdict() for row in rows], indent=1))
         return
     table = Table(title=f"{args.model}, {args.tokens} tokens of {args.text.name}", title_justify="left")
-    for column in ("attention_pages", "read", "asked in the prompt", "asked later"):
-        table.add_column(column, justify="left" if column == "attention_pages" else "right")
+    for column in ("option", "read", "asked in the prompt", "asked later"):
+        table.add_column(column, justify="left" if column == "option" else "right")
     for row in rows:
         right = (f"{count} of {row.asked}" for count in (row.in_prompt, row.later))
-        table.add_row(row.pages, f"{row.read:.0%}", *right)
+        table.add_row(row.option, f"{row.read:.0%}", *right)
     Console(width=100).print(table)
 
 

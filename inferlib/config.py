@@ -20,6 +20,7 @@ from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
@@ -63,13 +64,14 @@ class PoolSize(NamedTuple):
     page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
     the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: of rings and states, of
     each replica; None: as `plan_cache` finds right. selection: which blocks of its pages decode steps read, of which
-    there are summaries; None: all.
+    there are summaries; None: all. bound: most cells of a row whose cache is compacted; None: one for each token.
     """
 
     page: int = 128
     memory: int | None = None
     snapshots: int | None = 0
     selection: PageSelection | None = None
+    bound: int | None = None
 
 
 class DeviceKind(NamedTuple):
@@ -238,6 +240,14 @@ def sparse_option(value: Any) -> SparsePrefill | None:
         raise ConfigurationError(str(error)) from None
 
 
+def policy_option(value: Any) -> CachePolicy | None:
+    """See `CachePolicy.read`. Raises ConfigurationError."""
+    try:
+        return CachePolicy.read(value)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def backend_option(option: str) -> str:
     """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
     if isinstance(option, str) and option in ("auto", "xla"):
@@ -392,6 +402,7 @@ class EngineConfig:
     the program.
     attention_pages: which pages of a row decode steps read; None: all.
     sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
+    cache_policy: which positions of a row its cache keeps; None: all.
     adapters: how many adapters may be on the devices; None: programs take none.
     """
 
@@ -421,6 +432,7 @@ class EngineConfig:
     forced_drafts: bool = True
     attention_pages: PageSelection | None = None
     sparse_prefill: SparsePrefill | None = None
+    cache_policy: CachePolicy | None = None
     adapters: AdapterSlots | None = None
 
     def __post_init__(self):
@@ -429,6 +441,7 @@ class EngineConfig:
         self._check_speculation()
         self._check_selection()
         self._check_sparse()
+        self._check_policy()
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -510,6 +523,40 @@ class EngineConfig:
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"sparse_prefill {str(sparse)!r} {why}")
 
+    def _check_policy(self) -> None:
+        if (policy := self.cache_policy) is None:
+            return
+        split = self.shards.size(axes.POSITIONS) > 1 or self.shards.size(axes.TOKENS) > 1
+        off = {name: self.compacted is not None and getattr(self, name) for name in ("attention_pages", "cascade")}
+        off |= {name: getattr(self, name) for name in ("speculation", "sparse_prefill", "kv_cache_dtype")}
+        reasons = {
+            "needs all positions of a row on each device: leave cp out of parallel": split,
+            "does not run on Trainium: leave it out": self.platform == "neuron",
+            "moves cells that tiers would keep by their tokens: leave host_cache and disk_cache out": self.has_tiers,
+            **{f"does not work with {name} yet: leave one of them out": value for name, value in off.items()},
+            f"keeps a multiple of {self.prefill_unit} positions, so that prompts go on behind whole runs of cells: "
+            f"take {rounded_up(policy.budget, self.prefill_unit)}": policy.budget % self.prefill_unit,
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(f"cache_policy {str(policy)!r} {why}")
+
+    @property
+    def compacted(self) -> CachePolicy | None:
+        """What rows' caches keep when they are compacted; None if none ever is."""
+        return None if self.bound is None else self.cache_policy
+
+    @property
+    def bound(self) -> int | None:
+        """Most cells of a row, if caches are compacted."""
+        policy = self.cache_policy
+        return None if policy is None else policy.bound(self.max_len, self.row_tokens)
+
+    @cached_property
+    def limits(self) -> tuple[int, ...]:
+        """The cache buckets that steps need, the largest one for the most cells of a row."""
+        most = self.bound or self.max_len
+        return (*(size for size in self.buckets.cache if size < most), most)
+
     @property
     def counted(self) -> bool:
         """True if decode programs always run all their steps: on GPUs a loop with a condition waits for the host."""
@@ -563,7 +610,7 @@ class EngineConfig:
     @property
     def pool(self) -> PoolSize:
         snapshots = self.snapshots if self.prefix_caching else 0
-        return PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages)
+        return PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages, self.bound)
 
     @property
     def prefill_unit(self) -> int:
@@ -578,14 +625,16 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if no
-        layer selects pages or blocks, if layers cannot verify `forced_drafts`, or if `draft`, the model that drafts,
-        cannot do so for this one."""
+        layer selects pages or blocks, if the cache of a layer cannot be compacted, if layers cannot verify
+        `forced_drafts`, or if `draft`, the model that drafts, cannot do so for this one."""
         if self.speculation is not None and self.forced_drafts and _has_states(model):
             raise ConfigurationError("recurrent layers verify no drafts of the host: set forced_drafts=False")
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
         if self.sparse_prefill is not None:
             check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
+        if self.cache_policy is not None:
+            check_compacted(model, self.cache_policy)
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:
@@ -653,6 +702,7 @@ class EngineSettings(TypedDict, total=False):
     speculation: Speculation | str | None
     attention_pages: PageSelection | str | None
     sparse_prefill: SparsePrefill | str | None
+    cache_policy: CachePolicy | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
 
@@ -708,6 +758,11 @@ class EngineOptions:
         most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "mean:0.9" estimates by
         means. Layers with a window, latents or a state, and decode steps, are computed in full. By default prompts
         attend to all.
+    cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
+        decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" and
+        "streaming" by others), the first 4 and the newest 32 among them, and lets 32 more come before it scores again;
+        "keydiff:2048:64" lets 64 more come. It needs layers that keep keys and values of all positions. Prompts share
+        no pages. By default all positions are kept.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.
@@ -738,6 +793,7 @@ class EngineOptions:
     speculation: Speculation | str | None = None
     attention_pages: PageSelection | str | None = None
     sparse_prefill: SparsePrefill | str | None = None
+    cache_policy: CachePolicy | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
 
@@ -748,6 +804,7 @@ class EngineOptions:
         object.__setattr__(self, "speculation", speculation_option(self.speculation))
         object.__setattr__(self, "attention_pages", selection_option(self.attention_pages))
         object.__setattr__(self, "sparse_prefill", sparse_option(self.sparse_prefill))
+        object.__setattr__(self, "cache_policy", policy_option(self.cache_policy))
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -846,7 +903,7 @@ class EngineOptions:
             backend=backend,
             shards=shards,
             expert_load=self.expert_load,
-            row_limit=_row_limit(buckets, model),
+            row_limit=_row_limit(buckets, model, compacted=self.cache_policy is not None),
             page_size=_default(self.page_size, PoolSize().page),
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
             prefix_caching=self.prefix_caching,
@@ -854,8 +911,7 @@ class EngineOptions:
             snapshots=self.snapshots,
             itl=self.itl,
             **self._drafting(model),
-            attention_pages=selection_option(self.attention_pages),
-            sparse_prefill=sparse_option(self.sparse_prefill),
+            **self.approximations,
             adapters=self.adapters,
         )
 
@@ -883,12 +939,22 @@ class EngineOptions:
         """The options of the tiers by name."""
         return {name: getattr(self, name) for name in ("host_cache", "disk_cache", "disk_cache_size")}
 
+    @property
+    def approximations(self) -> dict[str, Any]:
+        """The options of long contexts that change results, by name."""
+        return {
+            "attention_pages": selection_option(self.attention_pages),
+            "sparse_prefill": sparse_option(self.sparse_prefill),
+            "cache_policy": policy_option(self.cache_policy),
+        }
+
     def _cascade(self, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
         mixers = [] if model is None else [layer.attention for layer in model.layers]
         pages = not any(isinstance(x, Recurrent) or x.reach for x in mixers)
         reasons = {
             "prefix_caching is False, so rows share nothing": not self.prefix_caching,
             "attention_pages reads other pages of each row": self.attention_pages is not None,
+            "cache_policy keeps other cells of each row": self.cache_policy is not None,
             "positions are split over devices": shards.size(axes.POSITIONS) > 1,
             "rows of this model share nothing: it has windows, chunks or states": not pages,
             "this model has latent attention alone": bool(mixers) and all(isinstance(x, MlaSpec) for x in mixers),
@@ -918,6 +984,17 @@ def check_selecting(model: ModelConfig, option: str) -> None:
             f"{option} is of layers that keep keys and values of all positions, and this model has none, only windows, "
             "latents or states: leave it out"
         )
+
+
+def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
+    """Raise ConfigurationError if the cache of a layer cannot be compacted."""
+    for number, mixer in enumerate(layer.attention for layer in model.layers):
+        what = {MlaSpec: "latents", AttentionSpec: "a window" if mixer.reach else ""}.get(type(mixer), "a state")
+        if what:
+            raise ConfigurationError(
+                f"cache_policy {str(policy)!r} is for models whose layers all keep keys and values of all positions, "
+                f"and layer {number} of this one has {what}: leave it out"
+            )
 
 
 def check_draft(draft: ModelConfig, target: ModelConfig, max_len: int = 0) -> None:
@@ -954,10 +1031,11 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None, multiple: in
     return rounded_up(tile, multiple), most
 
 
-def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
-    """See `EngineConfig.row_limit`."""
+def _row_limit(buckets: Buckets, model: ModelConfig | None, *, compacted: bool) -> int | None:
+    """See `EngineConfig.row_limit`. compacted: prompts are compacted after so many tokens."""
     most = buckets.prefill[-1]
-    if buckets.tile is None or model is None or all(layer.attention.reach is None for layer in model.layers):
+    rings = model is not None and any(layer.attention.reach is not None for layer in model.layers)
+    if buckets.tile is None or not (rings or compacted):
         return None
     return min(most, rounded_up(_RING_TOKENS, buckets.tile))
 

@@ -79,7 +79,8 @@ class StepContext:
     so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
     weights have no adapters. selected (static): how many blocks of a row decode attention reads where the cache has
     summaries of them; None: all. sparse (static): how chunks list the blocks that they attend to; None: they attend to
-    all.
+    all. dropped [R] int32: how many positions before a row's tokens its cache no longer has; None: it has all. The
+    batch, table and limit number a row's cells without them, and `positions` count them.
     """
 
     batch: StepBatch
@@ -96,6 +97,7 @@ class StepContext:
     adapters: jax.Array | None = None
     selected: int | None = None
     sparse: SparsePrefill | None = None
+    dropped: jax.Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -122,7 +124,7 @@ class StepContext:
 
     @cached_property
     def chunk_positions(self) -> jax.Array:
-        """[P, C] position of each token of the chunks."""
+        """[P, C] position of each token of the chunks, as its row's cells are numbered."""
         stripe, (_, width) = self.shards.stripe(axes.TOKENS), self.batch.chunk_tokens.shape
         offsets = jnp.arange(0, width * stripe.count, stripe.count, dtype=jnp.int32) + stripe.index
         return self.batch.chunk_starts[:, None] + offsets
@@ -130,7 +132,10 @@ class StepContext:
     @cached_property
     def positions(self) -> jax.Array:
         """[T] position of each token; -1 for an inactive decode row and for padding before its tokens."""
-        return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_positions.reshape(-1)])
+        cells = jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_positions.reshape(-1)])
+        if self.dropped is None:
+            return cells
+        return jnp.where(cells < 0, cells, cells + jnp.take(self.dropped, self.rows, mode="clip"))
 
     @cached_property
     def mlp_active(self) -> jax.Array:

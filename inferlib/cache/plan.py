@@ -176,7 +176,8 @@ class BlockCache:
 class CachePlan:
     """rows: sequences that the cache has a row for; max_len: most tokens of a sequence; page: positions of a page, over
     all devices that share a row's; pages, snapshots: their number of all replicas. drafting: the blocks of a model that
-    drafts, if there is one; all of them have the same pages as the others."""
+    drafts, if there is one; all of them have the same pages as the others. bound: most cells of a row whose cache is
+    compacted; None: as many as it has tokens."""
 
     rows: int
     max_len: int
@@ -185,6 +186,7 @@ class CachePlan:
     blocks: tuple[BlockCache | BlockState, ...]
     snapshots: int = 0
     drafting: tuple[BlockCache | BlockState, ...] = ()
+    bound: int | None = None
 
     @property
     def every_block(self) -> tuple[BlockCache | BlockState, ...]:
@@ -199,7 +201,7 @@ class CachePlan:
     @property
     def columns(self) -> int:
         """Pages of the longest sequence, M."""
-        return -(-self.max_len // self.page)
+        return -(-(self.bound or self.max_len) // self.page)
 
     @property
     def tokens(self) -> int:
@@ -261,6 +263,8 @@ class CachePlan:
         """Why prompts that begin alike do not share pages; None if they do."""
         if not config.prefix_caching:
             return "prefix_caching is False"
+        if config.compacted is not None:
+            return f"cache_policy {str(config.compacted)!r} moves the cells of each row, which no other row can take"
         if not any(self.of_rows) or self.snapshots:
             return None
         what = "recurrent layers have a state" if self.exact_snapshots else "layers with a window or chunks have a ring"
@@ -326,12 +330,13 @@ def plan_cache(
     dtype, shards = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), model.layout.shards
     kinds = [_Kind(model, platform, scaled=scaled, selection=pool.selection)]
     kinds += [] if drafting is None else [_Kind(drafting, platform, scaled=scaled)]
-    page = max(kind.page(pool.page, max_len, rows // shards.replicas) for kind in kinds)
+    page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
     of_drafts = others[0] if others else ()
     if drafting is not None:
         _check_drafting(drafting, of_drafts)
-    plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts).with_snapshots(pool, shards)
+    plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts, bound=pool.bound)
+    plan = plan.with_snapshots(pool, shards)
     return _with_pages(plan, shards, pool.memory)
 
 

@@ -103,6 +103,13 @@ AttentionPages = Annotated[
         "many blocks of 16 positions. It changes results; by default all are read."
     ),
 ]
+CachePolicy = Annotated[
+    str | None,
+    typer.Option(
+        help="A row's cache keeps a budget of positions: keydiff:2048 keeps 2048 by scores of their keys; so do knorm "
+        "and streaming. It changes results; by default all are kept."
+    ),
+]
 SparsePrefill = Annotated[
     str | None,
     typer.Option(

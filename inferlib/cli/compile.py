@@ -14,6 +14,7 @@ from inferlib.cli.arguments import (
     AttentionPages,
     Backend,
     BucketArguments,
+    CachePolicy,
     DtypeArguments,
     Json,
     ShapeArguments,
@@ -64,6 +65,7 @@ class DeploymentArguments:
     speculation: Speculation = None
     attention_pages: AttentionPages = None
     sparse_prefill: SparsePrefill = None
+    cache_policy: CachePolicy = None
     modes: Annotated[str, typer.Option(help="Modes: greedy, sample, logprobs, embed.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
@@ -104,11 +106,11 @@ def compile(
     if source.revision is not None and source.model is None:
         fail("--revision is of a model of the hub: give one")
     decided = (options.target, options.parallel, options.expert_placement, options.speculation)
-    decided = *decided, options.attention_pages, options.sparse_prefill
+    decided = *decided, options.attention_pages, options.sparse_prefill, options.cache_policy
     if source.plan and any((*decided, *vars(formats).values(), *vars(buckets).values())):
         fail(
-            "--plan says target, split, dtypes, quantization, buckets, placement, speculation, pages and sparse "
-            "prefill: give none of these"
+            "--plan says target, split, dtypes, quantization, buckets, placement, speculation, pages, sparse prefill "
+            "and cache policy: give none of these"
         )
     check_output_file("--report", output.report)
     from inferlib.aot.compile import check_compiler
@@ -178,6 +180,7 @@ def _deployment(
         speculation=options.speculation,
         attention_pages=options.attention_pages,
         sparse_prefill=options.sparse_prefill,
+        cache_policy=options.cache_policy,
     )
     return deployment, model.checkpoint
 

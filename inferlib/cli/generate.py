@@ -16,6 +16,7 @@ from inferlib.cli.arguments import (
     AdapterName,
     AttentionPages,
     CacheMemory,
+    CachePolicy,
     DtypeArguments,
     GenerationConfig,
     MaxAdapterRank,
@@ -117,6 +118,7 @@ class EngineArguments:
     speculation: Speculation = None
     attention_pages: AttentionPages = None
     sparse_prefill: SparsePrefill = None
+    cache_policy: CachePolicy = None
     adapters: Annotated[
         str | None,
         typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),

@@ -10,6 +10,7 @@ import typer
 
 from inferlib.cli.arguments import (
     AttentionPages,
+    CachePolicy,
     FormatArguments,
     Json,
     MaxAdapterRank,
@@ -27,6 +28,7 @@ class BesideArguments:
 
     speculation: Speculation = None
     attention_pages: AttentionPages = None
+    cache_policy: CachePolicy = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
 

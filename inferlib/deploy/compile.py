@@ -61,6 +61,7 @@ class CompileSettings(TypedDict, total=False):
     speculation: str | None
     attention_pages: str | None
     sparse_prefill: str | None
+    cache_policy: str | None
 
 
 def compile(
@@ -90,7 +91,7 @@ def compile(
         "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
         backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
         sequences takes), speculation ("ngram:3", "draft:NAME:3" or "eagle3:DIR:3"), attention_pages ("quest:64") and
-        sparse_prefill ("xattention:0.9"), all as for `LLM`.
+        sparse_prefill ("xattention:0.9") and cache_policy ("keydiff:2048"), all as for `LLM`.
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -189,6 +190,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         speculation=settings.get("speculation"),
         attention_pages=settings.get("attention_pages"),
         sparse_prefill=settings.get("sparse_prefill"),
+        cache_policy=settings.get("cache_policy"),
         **_draft(source, speculation_option(settings.get("speculation")), settings.get("quantization")),
     )
 

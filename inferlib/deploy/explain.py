@@ -20,9 +20,11 @@ from inferlib.config import (
     PoolSize,
     brief,
     bytes_option,
+    check_compacted,
     check_draft,
     check_kv_cache_dtype,
     check_selecting,
+    policy_option,
     selection_option,
     speculation_option,
 )
@@ -35,6 +37,7 @@ from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import family_of
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
@@ -57,6 +60,7 @@ class Formats(TypedDict, total=False):
     cache_memory: int | str | None
     speculation: str | None
     attention_pages: str | None
+    cache_policy: str | None
     max_adapters: int | None
     max_adapter_rank: int | None
 
@@ -85,6 +89,7 @@ def explain(
     speculation: "draft:NAME:3", "eagle3:DIRECTORY:3" or "mtp:3", as for `LLM`: also what drafts takes. Other drafts
         take nothing.
     attention_pages: "quest:64", as for `LLM`: the cache has the summaries of its pages.
+    cache_policy: "keydiff:2048", as for `LLM`: a row's cache is bounded.
     max_adapters, max_adapter_rank: as for `LLM`: also what adapters take.
     revision: branch, tag or commit of a model of the hub.
 
@@ -105,25 +110,33 @@ def explain(
     length = _length(recipe, max_len)
     if selection is not None:
         check_selecting(recipe, f"attention_pages {str(selection)!r}")
+    policy = _policy(recipe, formats.get("cache_policy"))
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
     draft = _draft(source, speculation_option(formats.get("speculation")), length, quantization)
     mesh, implementations = None, ()
     if parallel is not None:
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
-        cache: Any = dict(kv_cache_dtype=kv_cache_dtype, attention_pages=selection)
+        cache: Any = dict(kv_cache_dtype=kv_cache_dtype, attention_pages=selection, cache_policy=policy)
         options = EngineOptions(max_batch=max_batch, max_len=length, **cache)
         mesh, implementations = _on_mesh(models["bfloat16"], split, options, stored)
     pool = None if memory is None else (memory, max_batch)
     count, rank = formats.get("max_adapters"), formats.get("max_adapter_rank")
     slots = EngineOptions(max_adapters=count, max_adapter_rank=rank).adapters
-    stores = stored, kv_cache_dtype, selection
+    stores = stored, kv_cache_dtype, selection, policy
     return ModelExplanation(source, models, length, *stores, mesh, implementations, pool, draft, slots)
 
 
 def _check_size(name: str, size: Any, least: int) -> None:
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
         raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
+
+
+def _policy(model: ModelConfig, value: Any) -> CachePolicy | None:
+    """What the cache keeps, None for all. Raises ConfigurationError if a model's cache cannot be compacted."""
+    if (policy := policy_option(value)) is not None:
+        check_compacted(model, policy)
+    return policy
 
 
 def _length(model: ModelConfig, max_len: int | None) -> int:
@@ -163,8 +176,8 @@ class ModelExplanation(Tables):
 
     source: the model. models: the abstract model by the dtype it is loaded as. max_len: tokens of a sequence.
     quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. attention_pages: what
-    decode steps read of a row, None for all. mesh: the arrays and
-    collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
+    decode steps read of a row, cache_policy: what its cache keeps, None for all. mesh: the arrays and collectives of a
+    mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
     of a cache on one device and its rows, None if not asked. draft: the model that drafts, by the dtype it is loaded
     as; empty if none does. adapters: how many may be on the devices, None for none.
     """
@@ -175,6 +188,7 @@ class ModelExplanation(Tables):
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
     attention_pages: PageSelection | None = None
+    cache_policy: CachePolicy | None = None
     mesh: Explanation | None = None
     implementations: tuple[Mapping[str, str], ...] = ()
     pool: tuple[int, int] | None = None
@@ -223,9 +237,9 @@ class ModelExplanation(Tables):
         return self._cache_bytes(self.models)
 
     def _cache_bytes(self, models: Mapping[str, AbstractModel]) -> dict[str, dict[str, int]]:
-        selection = self.attention_pages if models is self.models else None
+        pool = self._pool if models is self.models else PoolSize()
         plans = {
-            dtype: (model, _plan(model, 1, self.kv_cache_dtype or dtype, self.max_len, selection=selection))
+            dtype: (model, _plan(model, 1, self.kv_cache_dtype or dtype, self.max_len, pool=pool))
             for dtype, model in models.items()
         }
         return {dtype: _cache_bytes(*pair) for dtype, pair in plans.items()}
@@ -237,10 +251,17 @@ class ModelExplanation(Tables):
             return None
         (memory, rows), tokens = self.pool, {}
         for dtype, model in self.models.items():
-            draft, selection = self.draft.get(dtype), self.attention_pages
-            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len, draft, selection=selection)
+            draft = self.draft.get(dtype)
+            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len, draft, pool=self._pool)
             tokens[dtype] = plan.with_snapshots(PoolSize(memory=memory, snapshots=None)).tokens_in(memory)
         return tokens
+
+    @property
+    def _pool(self) -> PoolSize:
+        """What the cache keeps of a row, and beside it."""
+        policy = self.cache_policy
+        bound = None if policy is None else policy.bound(self.max_len, _chunk(self.max_len))
+        return PoolSize(selection=self.attention_pages, bound=bound)
 
     @property
     def _model(self) -> AbstractModel:
@@ -270,6 +291,7 @@ class ModelExplanation(Tables):
             "max_len": self.max_len,
             "kv_cache_dtype": self.kv_cache_dtype,
             "attention_pages": None if self.attention_pages is None else str(self.attention_pages),
+            "cache_policy": None if self.cache_policy is None else str(self.cache_policy),
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
@@ -304,10 +326,15 @@ def _plan(
     max_len: int,
     draft: AbstractModel | None = None,
     *,
-    selection: PageSelection | None = None,
+    pool: PoolSize,
 ) -> CachePlan:
-    chunk, pool = Buckets.default(1, max_len).prefill[-1], PoolSize(selection=selection)
-    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype, pool=pool, drafting=draft)
+    sizes: dict[str, Any] = dict(rows=rows, max_len=max_len, chunk=_chunk(max_len))
+    return plan_cache(model, **sizes, dtype=dtype, pool=pool, drafting=draft)
+
+
+def _chunk(max_len: int) -> int:
+    """Most prompt tokens of a row in a step."""
+    return Buckets.default(1, max_len).prefill[-1]
 
 
 def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
@@ -336,11 +363,11 @@ def _on_mesh(
     describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
     sizes: dict[str, Any] = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
-    dtype, pool = config.kv_cache_dtype or "bfloat16", PoolSize(selection=config.attention_pages)
+    dtype, pool = config.kv_cache_dtype or "bfloat16", PoolSize(selection=config.attention_pages, bound=config.bound)
     plan = plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool)
     keys = [
-        ProgramKey("greedy", config.rows, config.max_len, steps=config.decode_steps),
-        ProgramKey("greedy", 0, config.max_len, chunks=1, chunk=config.row_tokens),
+        ProgramKey("greedy", config.rows, config.limits[-1], steps=config.decode_steps),
+        ProgramKey("greedy", 0, config.limits[-1], chunks=1, chunk=config.row_tokens),
     ]
     packed = describe(backend=config.backend)  # weights as TPUs store them
     choices = Choices.of(config, packed, plan).facts(packed)

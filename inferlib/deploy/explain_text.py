@@ -48,7 +48,11 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         count, rank = facts["adapters"]["count"], facts["adapters"]["rank"]
         table.add_row("adapters", f"{count} of rank {rank} beside the weights: {', '.join(sizes)}")
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
-    table.add_row("prompts that begin alike", f"share pages{' and snapshots of the rest' if snapshots else ''}")
+    policy = facts["cache_policy"]
+    shared = f"share pages{' and snapshots of the rest' if snapshots else ''}"
+    table.add_row("prompts that begin alike", shared if policy is None else "share nothing")
+    if policy is not None:
+        table.add_row("positions in the cache", f"a budget for each row, by {policy}")
     if facts["attention_pages"]:
         table.add_row("decode steps read", f"pages by {facts['attention_pages']}, whose summaries are in the cache")
     if facts["rotation"]:

@@ -119,6 +119,8 @@ class Choices:
         made |= {"attention_pages": None if selection is None else str(selection)}
         sparse = self.engine.sparse_prefill
         made |= {"sparse_prefill": None if sparse is None else str(sparse)}
+        policy = self.engine.cache_policy
+        made |= {"cache_policy": None if policy is None else str(policy)}
         return made | {"draft_quantization": None if self.draft is None else self.draft.quantization}
 
 

@@ -460,7 +460,8 @@ class Engine:
             tokens[i, : chunk.length] = s.context[chunk.start : end]
             following = s.context[end] if end < len(s.context) else -1
             row, budget, first = chunk.row % rows, s.max_tokens - len(s.context) + len(s.prompt), chunk.start == 0
-            table[i] = row, chunk.start, chunk.length, first, chunk.last, budget, following, len(s.prompt)
+            cell, generated = (position - chunk.dropped for position in (chunk.start, len(s.prompt)))
+            table[i] = row, cell, chunk.length, first, chunk.last, budget, following, generated
             if s is not last:
                 entries.append((s.params, s.seed, s.eos_ids, s.tokens))
                 last = s

@@ -17,7 +17,8 @@ class ReplicaPages:
     """A pool of `count` pages of `page` positions, and the tree of those whose cells other sequences can read.
 
     unit: a sequence goes on behind a multiple of so many tokens; None: no pages are shared. evicting: called with each
-    node whose page is taken for others.
+    node whose page is taken for others. cells: for how many a sequence gets pages when it starts; by default for its
+    context.
 
     A sequence that starts takes the pages of the tree that its tokens begin with, of the one behind them a copy, and
     new pages for the rest. These enter the tree at once, for others to wait for them until they are written. What it
@@ -31,6 +32,7 @@ class ReplicaPages:
     def __init__(self, count: int, page: int, unit: int | None, snapshots: Snapshots | None = None):
         self.pool, self.page, self.snapshots = PagePool(count), page, snapshots
         self.evicting: Callable[[Node], None] = lambda node: None
+        self.cells: Callable[[Sequence], int] = lambda s: s.length
         self.tree = None if unit is None else PrefixTree(page, unit)
         if self.tree is not None and snapshots is not None:
             self.tree.on_removal = snapshots.removed
@@ -59,7 +61,7 @@ class ReplicaPages:
 
     def need(self, s: Sequence, match: Match) -> int:
         """How many of the free pages a sequence takes that begins with a match."""
-        return -(-s.length // self.page) - sum(node.references > 0 for node in match.nodes)
+        return -(-self.cells(s) // self.page) - sum(node.references > 0 for node in match.nodes)
 
     def load(self, need: int) -> int:
         """What it costs a replica to take one more sequence, in pages: to prefill those that are new, and to read in
@@ -89,7 +91,7 @@ class ReplicaPages:
             if copied is not None:
                 self.tree.touch(copied)
         source = -1 if copied is None else copied.page
-        s.pages = [node.page for node in nodes] + self.take(-(-s.length // self.page) - len(nodes))
+        s.pages = [node.page for node in nodes] + self.take(-(-self.cells(s) // self.page) - len(nodes))
         s.nodes = list(nodes)
         s.serves = match.snapshot.first if isinstance(match, Resumed) and match.snapshot else 0
         self.hit_tokens += match.tokens
@@ -125,6 +127,11 @@ class ReplicaPages:
         while s.snapshots and s.snapshots[0].last <= s.prefilled:
             saves += self._saved(s, s.snapshots.pop(0), s.prefilled, s.encoded)
         return saves
+
+    def keep(self, s: Sequence, count: int) -> None:
+        """Take the pages of a sequence but for the first `count`, which other sequences do not share."""
+        self.pool.give_back(s.pages[count:])
+        del s.pages[count:]
 
     def give_back(self, s: Sequence) -> list[Save]:
         """Take the pages of a sequence that ends or is preempted. What is written of it stays in the tree. Returns what

@@ -18,6 +18,7 @@ from inferlib.cache.prefix_tree import Match
 from inferlib.cache.snapshots import Snapshots
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.adapters import AdapterPool
+from inferlib.engine.bounded import BoundedCache
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.forced import draft_rows, forced_tokens
 from inferlib.engine.itl import ItlBound
@@ -36,13 +37,19 @@ LEAD = 1000
 @dataclass(frozen=True)
 class Chunk:
     """`length` tokens of a sequence from position `start`, for its row. last: its prompt, or what is computed again of
-    it, ends with them."""
+    it, ends with them. dropped: positions before them that its cache no longer has."""
 
     sequence: Sequence
     row: int
     start: int
     length: int
     last: bool
+    dropped: int = 0
+
+    @property
+    def cells(self) -> int:
+        """Of the row, behind them."""
+        return self.start + self.length - self.dropped
 
 
 # Sequences, and where the results of a program have theirs.
@@ -123,6 +130,10 @@ class Scheduler:
         self.preemptions = 0
         replicas = config.shards.replicas
         self.pages = [_pages(config, plan) for _ in range(replicas)]
+        self.bounded = None if config.compacted is None else BoundedCache(config.compacted, config.row_tokens)
+        if self.bounded is not None:
+            for pages in self.pages:
+                pages.cells = self.bounded.cells
         if tiers is not None:
             for replica, pages in enumerate(self.pages):
                 pages.evicting = partial(tiers.evict, replica * pages.pool.count)
@@ -137,6 +148,7 @@ class Scheduler:
         self._repeats = 0
         sequence.order = self._arrivals + LEAD * sequence.priority
         self._arrivals += 1
+        sequence.bound = None if self.bounded is None else self.bounded.policy.most
         insort(self.waiting, sequence, key=_order)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -158,16 +170,20 @@ class Scheduler:
         replica, row = divmod(sequence.row, self.config.rows)
         heapq.heappush(self._free[replica], row)
         self._follow_last()
+        self.changes.compacted.pop(sequence.row, None)
         self.changes.snapshots += self.pages[replica].give_back(sequence)
         sequence.row = -1
 
     def settle(self, sequence: Sequence, key: ProgramKey, taken: int) -> None:
-        """A dispatch advanced a sequence by so many tokens. They are fewer than its steps if the sequence ended, or the
-        device returned early for a waiting prompt; and with drafts they are more."""
+        """A dispatch advanced a sequence by so many tokens. They are fewer than its steps if the sequence ended, the
+        device returned early for a waiting prompt, or the row waited to be compacted; and with drafts they are more.
+        """
         if taken < key.steps:
             self._repeats = 0
         sequence.scheduled -= key.most - taken
         sequence.least += taken - key.steps
+        if self.bounded is not None:
+            self.bounded.settle(sequence, taken)
 
     def received(self) -> None:
         """The results of the oldest dispatch in flight are known."""
@@ -206,6 +222,7 @@ class Scheduler:
             self._sent += 1
             return self._last
         self._admit()
+        self._compact_caches()
         dispatch = self._planned(steps)
         if dispatch is not None:
             self._sent += 1
@@ -319,6 +336,8 @@ class Scheduler:
         s.row = replica * self.config.rows + heapq.heappop(self._free[replica])
         match, fetched = (match, []) if self.tiers is None else self.tiers.take(s, match)
         s.begin(match.tokens)
+        if self.bounded is not None:
+            self.bounded.begin(s)
         self.running[s.row] = s
         pages, changes = self.pages[replica], self.changes
         if self.adapters is not None:
@@ -340,6 +359,17 @@ class Scheduler:
         if cached and s.params.penalizes:
             counts = counts_of(cached[: len(s.prompt)], cached[len(s.prompt) :])
             changes.counts += [Count(s.row, -1, 0), *(Count(s.row, token, count) for token, count in counts.items())]
+
+    def _compact_caches(self) -> None:
+        """Compact the caches of rows that have as many cells as they may have. Pages that such a row needs no more are
+        free at once: others' cells are written later."""
+        if self.bounded is None:
+            return
+        for s in self.running.values():
+            if (cells := self.bounded.due(s)) is not None:
+                self.changes.compacted[s.row] = cells
+                if s.status is Status.DECODE:
+                    self._pages_of(s).keep(s, self._pages(s.most_length))
 
     def _growing(self) -> Counter[int]:
         """For each replica, how many sequences may need more pages than they have."""
@@ -455,12 +485,13 @@ class Scheduler:
             replica, start, whole = s.row // self.config.rows, s.prefilled, len(s.context)
             end = min(whole, start + min(self.config.row_tokens, room[replica] * width))
             end = self.pages[replica].stop(s, end)
+            end = end if self.bounded is None else min(end, s.boundary)
             if end < whole:
                 end = max(start, end - end % self.config.prefill_unit)
             room[replica] -= -(-(end - start) // width)
             for at in range(start, end, width):
                 length = min(width, end - at)
-                chunks.append(Chunk(s, s.row, at, length, at + length == whole))
+                chunks.append(Chunk(s, s.row, at, length, at + length == whole, s.dropped))
             if not any(room):
                 break
         return chunks
@@ -469,7 +500,7 @@ class Scheduler:
         detail = chunks[0].sequence.detail
         if detail:
             decoding = []
-        limit = max(c.start + c.length for c in chunks)
+        limit = max(c.cells for c in chunks)
         for chunk in chunks:
             s = chunk.sequence
             s.prefilled += chunk.length
@@ -477,6 +508,8 @@ class Scheduler:
             if chunk.last:
                 s.status, s.scheduled, s.least = Status.DECODE, len(s.tokens) + 1, len(s.tokens) + 1
                 s.drafts = []
+                if self.bounded is not None:
+                    self.bounded.decode(s)
         for s in dict.fromkeys(chunk.sequence for chunk in chunks):
             self._saves += self._pages_of(s).saves(s)
         for s in decoding:
@@ -515,6 +548,8 @@ class Scheduler:
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
         self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))
+        if self.bounded is not None:
+            self._repeats = min(self._repeats, *(self.bounded.room(s) // steps for s in unfinished))
         # A row that was taken just now may be one to move to. What pays changes with each result.
         if self._postponed or self.cancelled or self.profit is not None:
             self._postponed, self._repeats = False, 0
@@ -532,7 +567,7 @@ class Scheduler:
         """Of the program that does what all these sequences need, none of which is longer."""
         mode = self._mode(sequences)
         part: Any = "forward" if mode == "processed" else ""
-        return ProgramKey(mode, rows, pick(self.config.buckets.cache, longest), part=part, **sizes)
+        return ProgramKey(mode, rows, pick(self.config.limits, longest), part=part, **sizes)
 
 
 def _pages(config: EngineConfig, plan: CachePlan) -> ReplicaPages:

@@ -57,6 +57,9 @@ class Sequence:
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
     prompt, when it got a row first; None before that. hit: the latter when it got a row last.
+    bound: the most cells that its row keeps while it decodes, if its cache is compacted. dropped: positions of its
+    context that its cache lost by then, while it is prefilled. boundary: at how many tokens it is compacted next, see
+    `inferlib.engine.bounded`.
     ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus the most that dispatches in flight generate. least: plus the
     fewest, unless it ends.
@@ -94,6 +97,9 @@ class Sequence:
     prefilled: int = 0
     cached: int | None = None
     hit: int = 0
+    bound: int | None = None
+    dropped: int = 0
+    boundary: int = 0
     ready: int = 0
     scheduled: int = 0
     least: int = 0
@@ -150,13 +156,19 @@ class Sequence:
 
     def length_after(self, count: int) -> int:
         """The same after so many tokens more."""
+        length, bound = self.position_after(count), self.bound
+        return length if bound is None or length < bound else bound
+
+    def position_after(self, count: int) -> int:
+        """The position of its next token without a cell, at most, after so many tokens more."""
         scheduled = self.scheduled + count
         return len(self.prompt) + (scheduled if scheduled < self.max_tokens else self.max_tokens) - 1
 
     @property
     def most_length(self) -> int:
-        """Most tokens that its cache ever holds."""
-        return len(self.prompt) + max(self.max_tokens - 1, 0)
+        """Most tokens that its cache ever holds while it decodes."""
+        length = len(self.prompt) + max(self.max_tokens - 1, 0)
+        return length if self.bound is None else min(length, self.bound)
 
     @property
     def length(self) -> int:

@@ -37,7 +37,7 @@ class StepTimes(NamedTuple):
 
 def step_keys(config: EngineConfig, mode: Mode) -> tuple[ProgramKey, dict[Shape, ProgramKey]]:
     """The programs that `StepTimes` are of."""
-    limit = config.buckets.cache[-1]
+    limit = config.limits[-1]
     shapes = config.prefill_shapes()
     mixed = {(p, c): ProgramKey(mode, config.rows, limit, chunks=p, chunk=c) for p, c in shapes}
     return ProgramKey(mode, config.rows, limit, config.decode_steps), mixed
@@ -46,7 +46,8 @@ def step_keys(config: EngineConfig, mode: Mode) -> tuple[ProgramKey, dict[Shape,
 def full_length(config: EngineConfig, plan: CachePlan) -> int:
     """Positions of each row if rows share out the cache."""
     each = plan.pages // config.shards.replicas * plan.page // config.rows
-    return max(1, min(each, config.buckets.cache[-1]) - config.decode_steps - 1)
+    most = config.limits[-1] if config.compacted is None else config.compacted.most
+    return max(1, min(each, most) - config.decode_steps - 1)
 
 
 def full_chunks(config: EngineConfig, shape: Shape, length: int) -> list[tuple[int, int, int]]:
@@ -54,7 +55,7 @@ def full_chunks(config: EngineConfig, shape: Shape, length: int) -> list[tuple[i
     chunk if that is more."""
     chunks, width = shape
     whole = max(min(chunks * width, length, config.row_tokens) // width * width, width)
-    most = min(width, config.buckets.cache[-1])
+    most = min(width, config.limits[-1])
     return [(i * width // whole % config.rows, i * width % whole, most) for i in range(chunks)]
 
 

@@ -77,7 +77,7 @@ def _choose_prefill(
     arrays, heads = _arrays(config, block), model.layout.heads(spec)
     slots = arrays[0].shape[-2]
     passed = slots * (1 if table is None else table.shape[1])
-    counts = {slots} if devices == 1 else {min(passed, -(-limit // devices)) for limit in config.buckets.cache}
+    counts = {slots} if devices == 1 else {min(passed, -(-limit // devices)) for limit in config.limits}
     table = table if devices == 1 else None
     for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
         read = [

@@ -25,6 +25,7 @@ from inferlib.config import (
     PoolSize,
     backend_option,
     check_dtype,
+    policy_option,
     selection_option,
     sparse_option,
     speculation_option,
@@ -49,7 +50,8 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
-    speculation, attention_pages, sparse_prefill: as text, such as "ngram:3", "quest:64" and "xattention:0.9".
+    speculation, attention_pages, sparse_prefill, cache_policy: as text, such as "ngram:3", "quest:64",
+    "xattention:0.9" and "keydiff:2048".
     draft: the Hugging Face config of the model that drafts, or the config.json of the EAGLE-3 head; draft_quantization:
     how its weights are stored; draft_embeds: a head embeds tokens itself.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
@@ -75,12 +77,15 @@ class Deployment:
     draft_embeds: bool = False
     attention_pages: str | None = None
     sparse_prefill: str | None = None
+    cache_policy: str | None = None
 
     def __post_init__(self):
         selection = selection_option(self.attention_pages)
         object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
         sparse = sparse_option(self.sparse_prefill)
         object.__setattr__(self, "sparse_prefill", None if sparse is None else str(sparse))
+        policy = policy_option(self.cache_policy)
+        object.__setattr__(self, "cache_policy", None if policy is None else str(policy))
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
         if (self.draft is not None) != (speculation is not None and speculation.model is not None):
@@ -161,6 +166,7 @@ class Deployment:
             speculation=self.speculation,
             attention_pages=self.attention_pages,
             sparse_prefill=self.sparse_prefill,
+            cache_policy=self.cache_policy,
         )
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
         return options.resolve(device, shards, self.model, self.quantization)
@@ -255,7 +261,7 @@ _SOURCES = (
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
     *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),
-    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
+    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.compaction"),
 )
 
 

@@ -129,7 +129,8 @@ class Control(NamedTuple):
 
 # Columns of the chunk table [P, 8] int32: row (R or more: absent), position of the first token, tokens, whether the
 # prompt starts and ends here, tokens to generate, the token after the chunk (-1: none), and the position of the first
-# token that was generated: a sequence that was preempted is prefilled with its tokens.
+# token that was generated: a sequence that was preempted is prefilled with its tokens. Where caches are compacted,
+# positions are numbers of cells, see `RowState.dropped`.
 CHUNK_COLUMNS = ("row", "start", "length", "first", "last", "budget", "next", "generated")
 
 
@@ -238,7 +239,8 @@ def build(
 def config_axes(config: EngineConfig, drafter: ModelDrafter | None = None) -> Any:
     """The logical axes of the rows' state that programs of a config take."""
     features = drafter is not None and bool(drafter.feature_layers)
-    return state_axes(history=config.speculation is not None, adapters=config.adapters is not None, features=features)
+    there = {"adapters": config.adapters is not None, "compacted": config.compacted is not None}
+    return state_axes(history=config.speculation is not None, features=features, **there)
 
 
 def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
@@ -359,7 +361,7 @@ class _Maker:
         ctx = replace(
             ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
         )
-        ctx = replace(ctx, sparse=config.sparse_prefill)
+        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
@@ -501,8 +503,27 @@ class _Maker:
         sampled = sample_drafted(logits, params, rows.counts, rows.generated, drafts, **more)
         return lambda rows, i: self.account(rows, jax.tree.map(lambda x: x[i], sampled))
 
+    def with_room(self, rows: RowState) -> RowState:
+        """The rows, of which those are inactive that wait for their cache to be compacted."""
+        if (policy := self.config.compacted) is None:
+            return rows
+        return rows._replace(active=rows.active & (rows.length < policy.most))
+
+    def advance_with_room(
+        self, rows: RowState, logits: jax.Array, mask: jax.Array | None = None
+    ) -> tuple[RowState, Sampled]:
+        """`advance`; rows that wait for their cache to be compacted stay as they are, and yield -1."""
+        able = self.with_room(rows)
+        new, sampled = self.advance(able, logits, mask)
+        if able is rows:
+            return new, sampled
+        waits = rows.active & ~able.active
+        floats = jnp.where(waits[:, None], rows.floats, new.floats)
+        return new._replace(active=new.active | waits, floats=floats), sampled
+
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """A pass over each row's last token, and logits [B, V] of the next one."""
+        rows = self.with_room(rows)
         more = rows, self.counted_rows(rows), mailboxes, shared
         ran = self.run(weights, cache, rows_batch(rows), *more)
         return ran, self.logits(ran.decoder, ran.hidden)
@@ -522,7 +543,7 @@ class _Maker:
         if self.config.speculation is not None:
             return self.verified(self.config.speculation, weights, cache, rows, mailboxes, shared)
         ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
-        rows, sampled = self.advance(rows, logits)
+        rows, sampled = self.advance_with_room(rows, logits)
         return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load)
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
@@ -567,7 +588,8 @@ class _Maker:
         outs = jax.tree.map(lambda s: jnp.full((*lead, *s.shape[skipped:]), -1, s.dtype), shapes.sampled)
 
         def more(i, rows):
-            running, finished = self.any_row(jnp.stack([rows.active, begun.active & ~rows.active]))
+            able = self.with_room(rows).active
+            running, finished = self.any_row(jnp.stack([able, begun.active & ~rows.active]))
             return (i < key.steps) & running & ~(control.yield_early & finished)
 
         def body(i, carry):
@@ -602,13 +624,14 @@ class _Maker:
         """A step until its logits, over P chunks, if there are any, and B decode rows."""
         key = self.key
         state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
-        rows = state.head(key.rows)
+        rows = self.with_room(state.head(key.rows))
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if chunk is None:
             ran, logits = self.row_logits(weights, cache, rows, self.mailboxes())
             cache, state = self.followed(weights, ran, state, rows_batch(rows), None)
             return cache, state, output._replace(load=ran.load, logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
+        state = state.started(info["row"], info["first"] != 0)
         stripe = self.config.shards.stripe(axes.TOKENS)
         tokens = stripe.take(chunk.tokens, dim=1)
         live = jnp.where(rows.active, rows.length + 1, 0)
@@ -664,7 +687,7 @@ class _Maker:
     def choose_rows(self, rows: RowState, logits: jax.Array, masks: Masks) -> tuple[RowState, Sampled]:
         """The rows behind their next token, and this, [1, B]; or with drafts [C, B]."""
         if not self.key.drafts:
-            rows, sampled = self.advance(rows, logits, masks.rows)
+            rows, sampled = self.advance_with_room(rows, logits, masks.rows)
             return rows, jax.tree.map(lambda x: x[None], sampled)
 
         def advance(rows: RowState, i: int) -> tuple[RowState, Sampled]:
@@ -716,7 +739,7 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first"))
+        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first", "dropped"))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
         new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts})

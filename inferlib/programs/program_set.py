@@ -23,8 +23,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
+from inferlib.models.config import AttentionSpec
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
+from inferlib.programs.compaction import Compaction, compact_rows
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
     CHUNK_COLUMNS,
@@ -44,6 +46,7 @@ from inferlib.programs.row_changes import (
     Adapt,
     Change,
     Changes,
+    Compact,
     Copy,
     Count,
     Grant,
@@ -184,7 +187,7 @@ class ProgramSet:
         """The program that decides the layouts of the weights: a decode step of all rows."""
         config = self.config
         steps = 1 if config.rows in config.one_step_buckets else config.decode_steps
-        return ProgramKey("greedy", config.rows, config.max_len, steps)
+        return ProgramKey("greedy", config.rows, config.limits[-1], steps)
 
     def choose_layouts(self) -> None:
         """Compile the decisive program with free layouts of the weights, and hold all others to what it chose.
@@ -295,7 +298,7 @@ class ProgramSet:
         if config.speculation is not None and drafter is not None and drafter.feature_layers:
             features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
         sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
-        return (*sizes, history, config.adapters is not None, features)
+        return (*sizes, history, config.adapters is not None, features, config.compacted is not None)
 
     @property
     def state_axes(self) -> Any:
@@ -353,6 +356,20 @@ class ProgramSet:
         return prepared(move_rows, (shards, names), (taken, self.state), self._changes(Move), place=place)
 
     @cached_property
+    def _compact_rows(self) -> Callable:
+        shards, (names, taken) = self.config.shards, self._arrays(of_rows=False)
+        assert self.config.compacted is not None
+        mixers = [self.model.config.layers[layers[0]].attention for layers in self.model.blocks()]
+        pairs = zip(self.plan.blocks, mixers, strict=True)
+        pages = ((block.owned, mixer) for block, mixer in pairs if block.owned and isinstance(mixer, AttentionSpec))
+        keys = tuple((len(owned), mixer.cache_sizes[0]) for owned, mixer in pages)
+        how, place = Compaction(self.config.compacted, keys), None
+        if shards.mesh is not None:
+            place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
+        static, entries = (shards, names, how), self._changes(Compact)
+        return prepared(compact_rows, static, (taken, self.state), entries, place=place)
+
+    @cached_property
     def _save_rows(self) -> Callable:
         shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
         place = None if shards.mesh is None else tuple(map(shards.sharding, names))
@@ -384,6 +401,8 @@ class ProgramSet:
             if self.plan.snapshots:
                 _ = self._save_rows, self._restore_rows
             _ = self.config.speculation and self._set_history
+        if self.config.compacted is not None:
+            _ = self._compact_rows
         if self.config.adapters is not None:
             _ = self._set_adapters, self.factors.write
 
@@ -394,6 +413,9 @@ class ProgramSet:
         for entries in self._calls(changes.moves):
             of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), entries)
             cache = self._with_part(cache, of_rows, of_rows=True)
+        for entries in self._calls([Compact(row, cells) for row, cells in changes.compacted.items()]):
+            pages, state = self._compact_rows((self._part(cache, of_rows=False), state), entries)
+            cache = self._with_part(cache, pages, of_rows=False)
         copies = [Copy(source, target) for target, source in changes.copies.items()]
         for entries in self._calls(copies, self.plan.pages // self.config.shards.replicas):
             pages = self._copy_pages(self._part(cache, of_rows=False), entries)
@@ -539,11 +561,11 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = DEVICE_MODES) -> 
 def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
     keys: list[ProgramKey] = []
     if mode == "embed":
-        sizes = itertools.product(config.buckets.cache, config.prefill_shapes())
+        sizes = itertools.product(config.limits, config.prefill_shapes())
         return [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=mode) for limit, (p, c) in sizes]
     details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits"}
     details |= {"logprobs": "logprobs", "processed": "logprobs"}
-    for limit in config.buckets.cache:
+    for limit in config.limits:
         for rows in config.row_buckets:
             if mode not in DEVICE_MODES or rows in config.one_step_buckets:
                 keys.append(ProgramKey(mode, rows, limit))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inferlib.programs.row_state import STATE_AXES, RowState, map_state, state_axes
+from inferlib.programs.row_state import STATE_AXES, RowState, axes_of, map_state
 from inferlib.sampling.sampler import Vocabulary
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -79,7 +79,15 @@ class Adapt(NamedTuple):
     slot: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt
+class Compact(NamedTuple):
+    """A row's cache is compacted, see `inferlib.programs.compaction`. cells: how many it has; 0: as many as its state
+    says, if these are as many as rows that decode may have."""
+
+    row: int
+    cells: int
+
+
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt | Compact
 # How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
 _MOST: dict[type[Change], int] = {
     Grant: 256,
@@ -90,13 +98,15 @@ _MOST: dict[type[Change], int] = {
     Restore: 8,
     Past: 1024,
     Adapt: 64,
+    Compact: 8,
 }
 
 
 @dataclass
 class Changes:
-    """What happens before a program: moves, then copies, all others behind them. copies: the source by the target.
-    snapshots: in this order, as one's place may be another's next. adapters: the slot by the row."""
+    """What happens before a program: moves, then what compacts rows, as their pages may be granted to others, then
+    copies, all others behind them. copies: the source by the target. snapshots: in this order, as one's place may be
+    another's next. adapters: the slot by the row. compacted: the cells by the row."""
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
@@ -105,6 +115,7 @@ class Changes:
     past: list[Past] = field(default_factory=list)
     snapshots: list[Save | Restore] = field(default_factory=list)
     adapters: dict[int, int] = field(default_factory=dict)
+    compacted: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(getattr(self, kind.name) for kind in fields(self))
@@ -117,6 +128,7 @@ class Changes:
         self.snapshots = [x for x in self.snapshots if isinstance(x, Save) or x.row != row]
         self.past = [token for token in self.past if token.row != row]
         self.adapters.pop(row, None)
+        self.compacted.pop(row, None)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
@@ -221,8 +233,7 @@ def move_rows(
     if shards.rules is None:
         return local(arrays, moves)
     spec = shards.rules.spec
-    there = {"adapters": arrays[1].adapter is not None, "features": arrays[1].features is not None}
-    of_state = state_axes(history=arrays[1].history is not None, **there)
+    of_state = axes_of(arrays[1])
     specs = tuple(map(spec, names)), map_state(spec, of_state)
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)

@@ -23,6 +23,7 @@ class RowState(NamedTuple):
     adapter [R]: the slot of a row's adapter, 0 if it has none, which `row_changes` alone changes; None if no weight has
     adapters.
     features [R, C, D], first [R]: what a model that drafts has yet to run, if it reads hidden states, see `Pending`.
+    dropped [R]: positions before a row's last cell that its cache no longer has, if caches are compacted; else None.
     """
 
     token: jax.Array
@@ -38,6 +39,7 @@ class RowState(NamedTuple):
     adapter: jax.Array | None = None
     features: jax.Array | None = None
     first: jax.Array | None = None
+    dropped: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -47,8 +49,10 @@ class RowState(NamedTuple):
         history: int = 0,
         adapters: bool = False,
         features: tuple[int, int, str] | None = None,
+        compacted: bool = False,
     ) -> RowState:
-        """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some."""
+        """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some.
+        compacted: caches are compacted."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -68,6 +72,7 @@ class RowState(NamedTuple):
             adapter=vector() if adapters else None,
             features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
             first=None if features is None else vector(),
+            dropped=vector() if compacted else None,
         )
 
     def head(self, rows: int) -> RowState:
@@ -88,6 +93,13 @@ class RowState(NamedTuple):
             return self
         return self._replace(history=self.history.at[rows, positions].set(tokens, mode="drop"))
 
+    def started(self, rows: jax.Array, first: jax.Array) -> RowState:
+        """The state in which nothing is dropped of those rows [P] whose prompts start, where `first` is true."""
+        if self.dropped is None:
+            return self
+        rows = jnp.where(first, rows, self.dropped.size)
+        return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"))
+
     def with_pending(self, rows: jax.Array, features: jax.Array, positions: jax.Array) -> RowState:
         """The state in which features [P, D] of these positions are pending of rows, and nothing else of theirs."""
         if self.features is None or self.first is None:
@@ -100,14 +112,19 @@ _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
-    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW, *_PENDING]
+    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW, *_PENDING, _ROW]
 )
 
 
-def state_axes(*, history: bool, adapters: bool, features: bool = False) -> Any:
+def state_axes(*, history: bool, adapters: bool, features: bool = False, compacted: bool = False) -> Any:
     """The logical axes of the fields of a state with or without these; None of those that it lacks."""
-    there = {"history": history, "adapter": adapters, "features": features, "first": features}
+    there = {"history": history, "adapter": adapters, "features": features, "first": features, "dropped": compacted}
     return STATE_AXES._replace(**{name: None for name, present in there.items() if not present})
+
+
+def axes_of(state: RowState) -> Any:
+    """The logical axes of the fields of this state."""
+    return RowState._make(None if x is None else names for names, x in zip(STATE_AXES, state, strict=True))
 
 
 def map_state(function: Callable, names: RowState, *states: RowState) -> Any:

@@ -28,7 +28,7 @@ from tests.helpers.llms import new_engine
 def valid_cells(engine: Engine) -> list[np.ndarray]:
     """For each block that has a cache, which slots [N, S] of which pages, or rows with a ring, the next steps may read;
     of states which rows, [R, 1]."""
-    lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
+    lengths = {row: s.prefilled - s.dropped for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
     lengths |= {row: length[row] for row in lengths if active[row]}
     snapshots, to_save, to_restore = snapshots_of(engine)
@@ -139,6 +139,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(adapter=huge)
     if engine.state.features is not None:
         garbage = garbage._replace(features=np.nan, first=huge)
+    if engine.state.dropped is not None:
+        garbage = garbage._replace(dropped=huge)
     state = jax.tree.map(
         lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )
@@ -153,6 +155,8 @@ def poison(engine: Engine) -> float:
         state = state._replace(history=_where(running[:, None], engine.state.history, huge))
     if engine.state.adapter is not None:
         state = state._replace(adapter=_where(running, engine.state.adapter, huge))
+    if engine.state.dropped is not None:
+        state = state._replace(dropped=_where(running, engine.state.dropped, huge))
     engine.state = state._replace(counts=counts, pages=pages)
     return float(np.mean([mask.mean() for mask in masks]))
 

@@ -1,0 +1,127 @@
+"""Which positions of a row stay in a cache that keeps a budget of them.
+
+Cells are scored by themselves, no query is needed. So rows can be compacted at any time: the best positions of each KV
+head move together, in their order, and attention runs on them as it is. A key was rotated by its position when it was
+written, so a cell needs no position any more.
+
+The first positions stay in any case, as much attention falls on them (Xiao et al. 2023, "StreamingLLM",
+https://arxiv.org/abs/2309.17453), and so do the newest, which were not there long enough to be judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SINKS = 4  # first positions of a row, which always stay
+_INTERVAL = 32
+_TEXT = re.compile(r"([a-z0-9]+):(\d{1,9})(?::(\d{1,6}))?")
+_LEAST = 1e-12  # of a norm that is divided by
+_BITS = 14  # of scores that are made of keys
+
+
+def recency(keys: jax.Array, valid: jax.Array) -> jax.Array:
+    """The newest positions stay (StreamingLLM)."""
+    return jnp.broadcast_to(jnp.arange(valid.size, dtype=jnp.float32), keys.shape[:-1])
+
+
+def small_norm(keys: jax.Array, valid: jax.Array) -> jax.Array:
+    """Keys of small norms stay, which get much attention (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based
+    Strategy for KV Cache Compression", https://arxiv.org/abs/2406.11430)."""
+    return _rounded(-jnp.linalg.norm(keys, axis=-1))
+
+
+def distinct_keys(keys: jax.Array, valid: jax.Array) -> jax.Array:
+    """Keys stay that are least similar, by their cosine, to the mean of all keys' directions (Park et al. 2025,
+    "KeyDiff", https://arxiv.org/abs/2504.15364)."""
+    unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _LEAST)
+    mean = jnp.sum(jnp.where(valid[:, None], unit, 0), axis=-2, keepdims=True) / jnp.maximum(jnp.sum(valid), 1)
+    mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
+    return _rounded(-jnp.sum(unit * mean, axis=-1))
+
+
+def _rounded(scores: jax.Array) -> jax.Array:
+    """Scores in fewer bits. Those of a token that stands twice may differ by rounding alone, which depends on the
+    batch; so they are equal."""
+    return lax.reduce_precision(scores, exponent_bits=8, mantissa_bits=_BITS)
+
+
+# Scores [..., P] of keys [..., P, h] float32, where `valid` [P] says which count; a higher one stays.
+Score = Callable[[jax.Array, jax.Array], jax.Array]
+METHODS: Mapping[str, Score] = {"streaming": recency, "knorm": small_norm, "keydiff": distinct_keys}
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """What a row's cache keeps, for each layer and KV head.
+
+    method: one of METHODS. budget: positions that a row keeps when it is compacted, with the first `SINKS` and the
+    newest `interval` among them. interval: a row that decodes is compacted whenever it has so many more. Raises
+    ValueError for others.
+    """
+
+    method: str
+    budget: int
+    interval: int = _INTERVAL
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"cache_policy has the methods {', '.join(METHODS)}, got {self.method!r:.100}")
+        if type(self.interval) is not int or self.interval < 1:
+            raise ValueError(f"cache_policy compacts after 1 position or more, got {self.interval!r:.100}")
+        least = SINKS + self.interval + 1
+        if type(self.budget) is not int or self.budget < least:
+            raise ValueError(
+                f"cache_policy keeps the first {SINKS} positions and the newest {self.interval} in any case, so its "
+                f"budget is {least} or more, got {self.budget!r:.100}: raise it, or compact more often, such as "
+                f"'{self.method}:64:8'"
+            )
+
+    @property
+    def most(self) -> int:
+        """Positions of a row that decodes at which it is compacted."""
+        return self.budget + self.interval
+
+    def bound(self, max_len: int, tile: int) -> int | None:
+        """Most cells of a row of up to `max_len` tokens whose prompt is compacted after `tile` tokens more than the
+        budget; None if no row is ever compacted."""
+        return min(max_len, self.budget + max(self.interval, tile)) if self.most < max_len else None
+
+    @staticmethod
+    def read(value: Any) -> CachePolicy | None:
+        """Of an option: a `CachePolicy`, text such as "keydiff:2048" or "keydiff:2048:32", or None. Raises
+        ValueError."""
+        if value is None or isinstance(value, CachePolicy):
+            return value
+        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
+        if parts is None:
+            raise ValueError(
+                "cache_policy is text such as 'keydiff:2048', the positions that a row keeps, or 'keydiff:2048:32' to "
+                f"compact it after every 32 more, got {value!r:.100}"
+            )
+        return CachePolicy(parts[1], int(parts[2]), int(parts[3]) if parts[3] else _INTERVAL)
+
+    def __str__(self) -> str:
+        interval = () if self.interval == _INTERVAL else (self.interval,)
+        return ":".join(str(x) for x in (self.method, self.budget, *interval))
+
+
+def retained_positions(keys: jax.Array, count: jax.Array, policy: CachePolicy) -> jax.Array:
+    """The positions [..., C] that stay of `count`, ascending, C being the budget; count is C or more.
+
+    keys [..., P, h]: of P positions, of which the first `count` are there, and others may be anything. Of equal scores
+    the older position stays.
+    """
+    at = jnp.arange(keys.shape[-2], dtype=jnp.int32)
+    valid = at < count
+    keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0)
+    always = (at < SINKS) | (at >= count - policy.interval)
+    scores = jnp.where(always, jnp.inf, METHODS[policy.method](keys, valid))
+    _, retained = lax.top_k(jnp.where(valid, scores, -jnp.inf), policy.budget)
+    return jnp.sort(retained, axis=-1)

@@ -1,0 +1,236 @@
+"""Rows with a bounded cache generate the same alone and in batches, and keep what the policy says. About 25 s."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import long_contexts
+from inferlib import LLM, Buckets, SamplingParams, StructuredOutputs, configs
+from inferlib.cli import app
+from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.engine.engine import Engine
+from inferlib.engine.sequence import Sequence
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.programs.counter import compilations
+from inferlib.programs.deployment import Deployment
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from tests.helpers.llms import build_llm, new_engine, random_prompts
+from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.sequences import sequence
+from tests.ops.test_cache_policy import by_the_paper
+
+BUDGET, INTERVAL, TILE = 16, 4, 16  # tokens of a prompt between two compactions are those of the largest bucket
+POLICY = f"keydiff:{BUDGET}:{INTERVAL}"
+BUCKETS = Buckets((16,), (1, 4), (96,), tile=8)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+# Around the budget, what a row that decodes may have, and what a prompt may have; and longer ones.
+PROMPTS = random_prompts([3, 16, 19, 20, 21, 31, 32, 33, 48, 49, 75])
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"page_size": 8},
+    "llama scan": {"scan": True, "cache_policy": f"knorm:{BUDGET}:{INTERVAL}"},
+    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((16,), (4,), (96,), tile=8)},
+    "gemma3n_text": {"cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # layers that read the cache of another
+    "gpt2": {"dtype": "bfloat16"},  # learned positions
+}
+
+
+@pytest.fixture(scope="module")
+def bounded(checkpoint):
+    """`bounded(kind)`: a shared LLM of four rows."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        options = {"buckets": BUCKETS, "cache_policy": POLICY, "decode_steps": 4, **KINDS[kind]}
+        return build_llm(checkpoint(kind.split()[0]), **options)
+
+    return build
+
+
+def free_pages(engine: Engine) -> list[int]:
+    return [pages.free for pages in engine.scheduler.pages]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "llama scan") else pytest.mark.slow) for kind in KINDS]
+)
+def test_rows_are_what_they_are_alone(kind, bounded):
+    """With NaN in all that is not valid. Nothing compiles, and all pages come back."""
+    llm = bounded(kind)
+    llm.warmup(["greedy"])
+    before, free = compilations(), free_pages(llm.engine)
+    alone = [tokens_of(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert tokens_of(llm, PROMPTS, GREEDY) == alone
+    assert compilations() == before
+    assert free_pages(llm.engine) == free
+    assert llm.no_prefix_caching
+    assert not llm.stats.cached_tokens
+    with before_each_dispatch(llm, poison):
+        assert tokens_of(llm, PROMPTS, GREEDY) == alone
+
+
+def run_until(engine: Engine, s: Sequence, count: int) -> None:
+    """Generate `count` tokens of a sequence one by one."""
+    if s.row < 0:
+        engine.add(s)
+    while len(s.tokens) < count:
+        engine.advance(max_steps=1)
+
+
+def keys_of(engine: Engine, s: Sequence) -> np.ndarray:
+    """The keys [K, P, h] of a row's cells in the first layer, where they depend on a token and its position alone."""
+    keys = np.asarray(engine.plan.view(engine.cache)[0].arrays[0])
+    return np.concatenate([keys[page] for page in s.pages], axis=1)
+
+
+def retained_by_hand(keys: np.ndarray, prompt: int, method: str) -> list[int]:
+    """Which of the positions of one head's keys [n, h] its cache has, all dispatches done that come before the next."""
+    retained: list[int] = []
+    for position in range(len(keys)):
+        retained.append(position)
+        within = position + 1 < prompt
+        if len(retained) >= BUDGET + (TILE if within else INTERVAL) and (within or position + 1 >= prompt):
+            retained = [retained[i] for i in by_the_paper(method, keys[retained], BUDGET, INTERVAL)]
+    return retained
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[-5:], ids=len)
+def test_a_row_has_the_cells_that_its_policy_keeps(prompt, bounded, llama):
+    """Each KV head has its own, in the order of their positions. A row gives back the pages that it needs no more."""
+    llm = bounded("llama")
+    with new_engine(llm, in_flight=1) as engine, new_engine(llama, in_flight=1) as unbounded:
+        s, every = sequence(prompt, 20), None
+        for count in (2, 7, 16):
+            run_until(engine, s, count)
+            tokens = prompt + s.tokens[:-1]
+            run_until(unbounded, every := sequence(tokens, 2), 1)
+            expected, cells_of_row = keys_of(unbounded, every)[:, : len(tokens)], keys_of(engine, s)
+            unbounded.cancel(every)
+            retained = [retained_by_hand(head, len(prompt), "keydiff") for head in expected]
+            cells = int(engine.state.length[s.row])
+            if cells == BUDGET + INTERVAL:
+                continue  # compacted before the next dispatch
+            assert cells == len(retained[0]) < len(tokens)
+            assert int(engine.state.dropped[s.row]) == len(tokens) - cells
+            for head, positions in enumerate(retained):
+                np.testing.assert_allclose(cells_of_row[head, :cells], expected[head, positions], rtol=0, atol=1e-5)
+        assert retained[0] != retained[1]
+        assert len(s.pages) == -(-(BUDGET + INTERVAL) // engine.plan.page)
+        engine.cancel(s)
+
+
+def test_what_is_not_compacted_is_what_it_would_be(checkpoint):
+    """Log-probabilities are those of a cache that keeps all until a row is compacted; bit by bit if none ever is."""
+    path, buckets = checkpoint("llama", num_hidden_layers=1), Buckets((16,), (1,), (96,))
+    some, whole, every = (build_llm(path, buckets, cache_policy=x) for x in (POLICY, None, "keydiff:96"))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    outputs = [llm.generate([PROMPTS[0]], params)[0].outputs[0] for llm in (some, whole, every)]
+    bounded, expected, of_every = (
+        [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        for output in outputs
+    )
+    assert of_every == expected
+    assert every.no_prefix_caching is None  # no row is ever compacted
+    same = BUDGET + INTERVAL + 1 - len(PROMPTS[0])
+    np.testing.assert_allclose(bounded[:same], expected[:same], rtol=0, atol=1e-6)
+    assert not np.allclose(bounded[same:], expected[same:], rtol=0, atol=1e-4)
+
+
+def test_penalties_and_grammars_go_on(bounded):
+    """What was generated counts, whatever the cache still has of it; and the host may choose tokens."""
+    llm, prompt = bounded("llama"), PROMPTS[-1]
+    penalized = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, frequency_penalty=2.0)
+    form = StructuredOutputs(regex="[0-9]{12}")
+    params = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form)
+    with new_engine(llm) as engine:
+        engine.programs.strict = False
+        alone = tokens_of(llm, [prompt], penalized)
+        assert tokens_of(llm, [prompt, *PROMPTS[3:6]], penalized)[:1] == alone
+        one, *_ = llm.generate([prompt], params)
+        again = llm.generate([PROMPTS[5], prompt], params)
+        assert again[1].outputs[0].text == one.outputs[0].text
+        assert len(one.outputs[0].text) == 12
+
+
+def test_rows_wait_for_all_pages_that_they_will_need(bounded):
+    """So nobody is preempted for pages, of which there are fewer than one row without a policy takes."""
+    llm = bounded("llama")
+    plan = llm.engine.plan
+    assert plan.columns * plan.page == BUDGET + TILE
+    expected = tokens_of(llm, PROMPTS, GREEDY)
+    with new_engine(llm, pages=9) as engine:
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected
+        assert not engine.scheduler.preemptions
+        assert free_pages(engine) == [9]
+
+
+def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
+    shards = None if parallel is None else planned_shards(Parallelism.parse(parallel))
+    sizes = EngineOptions(max_batch=8, max_len=512, **{"cache_policy": "keydiff:128", **options})
+    return sizes.resolve(DeviceKind(platform), shards)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_policy": "keydiff"}, "cache_policy is text such as 'keydiff:2048'"),
+        ({"cache_policy": "keydiff:32"}, "budget is 37 or more"),
+        ({"cache_policy": "keydiff:100"}, "keeps a multiple of 32 positions.*take 128"),
+        ({"parallel": "cp=2"}, "leave cp out of parallel"),
+        ({"platform": "neuron"}, "does not run on Trainium"),
+        ({"kv_cache_dtype": "int8"}, "does not work with kv_cache_dtype yet"),
+        ({"speculation": "ngram:3"}, "does not work with speculation yet"),
+        ({"attention_pages": "quest:2"}, "does not work with attention_pages yet"),
+        ({"sparse_prefill": "mean:0.9", "cache_policy": "keydiff:256"}, "does not work with sparse_prefill yet"),
+        ({"cascade": True}, "leave cascade out"),
+        ({"host_cache": 1 << 20}, "leave host_cache and disk_cache out"),
+    ],
+)
+def test_what_cannot_be_compacted(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(**options)
+
+
+def test_models_that_cannot():
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=2, scale=1.0, rope=None, window=8)
+    model = ModelConfig("test", vocab=64, dim=2, layers=(LayerSpec(attention, MlpSpec(hidden=2)),), context=512)
+    with pytest.raises(ConfigurationError, match="layer 0 of this one has a window: leave it out"):
+        resolve().check_model(model)
+    assert not resolve("gpu").cascade
+
+
+def test_plans_commands_and_artifacts_know_them():
+    """A row of 2048 positions keeps 512, and while its prompt is prefilled 512 more."""
+    shown = [
+        json.loads(CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)
+        for more in ([], ["--cache-policy", "keydiff:512"])
+    ]
+    each = [facts["cache_bytes"]["bfloat16"]["per_sequence"] for facts in shown]
+    assert each[1] == each[0] // 2
+    assert shown[1]["cache_policy"] == "keydiff:512"
+    made = Deployment(configs.load("llama3-8b"), "cpu", "bfloat16", Buckets((16,), (2,), (256, 4096)), page_size=64)
+    bounded = dataclasses.replace(made, cache_policy="keydiff:512:64")
+    assert Deployment.from_json(json.loads(json.dumps(bounded.to_json()))) == bounded
+    (key, *_), plan = made.keys(), bounded.planned().plan
+    assert made.program_hash(key, None) != bounded.program_hash(key, None)
+    assert set(bounded.planned().config.limits) == {256, 576}
+    assert plan.columns == 576 // 64
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized_programs")
+def test_keys_tell_more_than_their_age():
+    """Real weights: needles that are found again in a third of the cache."""
+    right = {}
+    for policy in ("keydiff:256", "streaming:256"):
+        llm = long_contexts.build("smollm2", 800, None, cache_policy=policy, dtype="float32", scan=True)
+        right[policy] = long_contexts.answers(llm, long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800))
+    assert right["keydiff:256"] >= 6
+    assert right["streaming:256"] <= 4
