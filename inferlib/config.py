@@ -484,11 +484,6 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         if self.speculation is None:
             return
-        if self.shards.size(axes.TOKENS) > 1 or self.shards.size(axes.POSITIONS) > 1:
-            raise ConfigurationError(
-                "speculation does not work where a row's positions are split over devices: leave it out, or leave cp "
-                "out of parallel"
-            )
         if self.speculation.tokens >= self.row_tokens:
             raise ConfigurationError(
                 f"speculation of {self.speculation.tokens} tokens takes prefill buckets of more, and the largest has "

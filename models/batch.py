@@ -164,6 +164,15 @@ class StepContext:
         return {spec: rope_angles(spec, self.max_len, self.positions) for spec in specs if spec is not None}
 
 
+def last_of_chunks(x: jax.Array, lengths: jax.Array, shards: Shards) -> jax.Array:
+    """[P, D] of the last of `lengths` [P] tokens of each chunk, of x [P, C, D]. Where tokens are dealt out, x is of
+    this device's, and the device that has the last one tells the others."""
+    stripe, last = shards.stripe(axes.TOKENS), jnp.maximum(lengths - 1, 0)
+    slots = stripe.slots(last, x.shape[1], ring=False)
+    hidden = jnp.take_along_axis(x, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
+    return shards.sum(hidden, axes.TOKENS)
+
+
 def rolled(x: jax.Array, counts: jax.Array) -> jax.Array:
     """x [B, N, ...], each row rolled so that its first `counts` entries are the last ones, as decode rows have their
     tokens; or, negative, back."""

@@ -399,6 +399,8 @@ def _cache_read(block: BlockCache | BlockState, reach: int | None, config: Engin
 
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
     of_rows, of_chunks = key.rows * seen(1 + key.drafts), key.chunks * seen(key.chunk)
+    if shards.size(axes.POSITIONS) > 1 and config.platform != "gpu":  # each query is a row of its own
+        of_rows = key.decoded * seen(1)
     summaries = sum(array.position_bytes(shards) for array in block.summaries)
     cells = sum(array.position_bytes(shards) for array in block.arrays) - summaries
     read = of_rows

@@ -377,7 +377,8 @@ class Deployed:
         if isinstance(spec, MlaSpec) and not q.decode:  # of the chunk itself with the matrices
             expanded = (q.rows * q.live * share - q.tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
             done += 2.0 * layers * block.heads * max(expanded, 0.0)
-        read = q.rows * min(q.live, reach + q.tokens * q.ring / q.rows) * share
+        rows = q.tokens if q.decode and share < 1 and self.target.platform != "gpu" else q.rows  # see `RowQueries`
+        read = rows * min(q.live, reach + q.tokens * q.ring / rows) * share
         passed = read * (q.ring - 1) / q.ring
         return done, layers * (block.cached * (read + passed) + block.written * q.tokens * share)
 

@@ -14,7 +14,6 @@ from inferlib.models.quantization import Quantization
 from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
 from inferlib.planning.draft_layers import drafting_of
 from inferlib.planning.drafts import Drafts
-from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import CHIPS, Target, TargetError, parse_target, target_names
@@ -356,8 +355,6 @@ def _drafted(option: Option, rows: int, drafts: Drafts) -> Iterator[Option]:
     """The option with each number of drafts that a step may have, and without a draft model if none are best."""
     yield option
     deployed, workload, each = option.deployed, option.workload, 0.0
-    if max(deployed.shards.size(name) for name in (axes.TOKENS, axes.POSITIONS)) > 1:
-        return  # see `EngineConfig`
     if (drafting := drafting_of(drafts, deployed)) is not None:
         if not (_divides(drafting.config, deployed.parallel) and _keeps_groups(drafting)):
             return

@@ -24,7 +24,7 @@ from inferlib.attention_values import SharedPrefixes
 from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.batch import StepBatch, StepContext, last_of_chunks
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
@@ -401,7 +401,7 @@ class _Maker:
         rows, following = state.head(self.key.rows), jnp.zeros((0, 0), jnp.int32)
         info = {} if chunk is None else dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         if chunk is not None:
-            following = following_tokens(chunk, info)
+            following = self.config.shards.stripe(axes.TOKENS).take(following_tokens(chunk, info), dim=1)
         caches, of_drafts = self.split(ran.cache)
         step = Followed(batch, following, self.draft_rows(rows), ran.features)
         after = self.drafter.follow(self.tools(self.drafter, weights, state), of_drafts, step)
@@ -644,7 +644,7 @@ class _Maker:
         if key.mode == "embed":
             pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
             return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load)
-        ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
+        ends = last_of_chunks(hidden[:split].reshape(*tokens.shape, -1), info["length"], self.config.shards)
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
         output = output._replace(load=load, logits=parts)
@@ -702,16 +702,8 @@ class _Maker:
         shards = self.config.shards
         every = decoder.final_norm(chunks, shards).astype(jnp.float32)
         total = shards.sum(jnp.where(valid[..., None], every, 0).sum(axis=1), axes.TOKENS)
-        last = decoder.final_norm(self.last_hidden(chunks, lengths), shards).astype(jnp.float32)
+        last = decoder.final_norm(last_of_chunks(chunks, lengths, shards), shards).astype(jnp.float32)
         return jnp.stack([total, last], axis=1)
-
-    def last_hidden(self, chunks: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The hidden state [P, D] of the last token of each chunk [P, C, D]; its device tells the others."""
-        shards, last = self.config.shards, jnp.maximum(lengths - 1, 0)
-        stripe = shards.stripe(axes.TOKENS)
-        slots = stripe.slots(last, chunks.shape[1], ring=False)
-        hidden = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
-        return shards.sum(hidden, axes.TOKENS)
 
     def admit(
         self, state: RowState, logits: jax.Array, mask: jax.Array | None, chunk: ChunkInput, info: dict

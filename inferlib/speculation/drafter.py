@@ -67,7 +67,8 @@ class DraftRows(NamedTuple):
 class Followed(NamedTuple):
     """A step of the target in which nothing was drafted. batch: its chunks [P, C] and the last tokens of rows [B, 1],
     or with drafts of the host [B, C].
-    following [P, C]: the token behind each of the chunks' tokens, -1 behind a prompt. rows: as they were before it.
+    following [P, C]: the token behind each of the chunks' tokens, -1 behind a prompt; where those are dealt out, of
+    this device's. rows: as they were before it.
     features [T, N, W]: of all tokens of the batch, if the drafter reads some."""
 
     batch: StepBatch

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.batch import StepBatch, StepContext, rolled
+from inferlib.models.batch import StepBatch, StepContext, last_of_chunks, rolled
 from inferlib.ops.backend import Backend
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 from inferlib.speculation.drafter import (
     AfterStep,
     Caches,
@@ -67,10 +69,9 @@ class FeatureDrafter:
         assert step.rows.pending is not None
         fused, split = self.fused(tools, step.features), step.following.size
         rows, hidden = _pending(step.rows)
-        lengths = (step.batch.chunk_starts, jnp.sum(_known(step), axis=1))
         batch = step.batch._replace(
             chunk_tokens=jnp.maximum(step.following, 0),
-            chunk_lengths=lengths[1],
+            chunk_lengths=tools.shards.sum(jnp.sum(_known(step, tools.shards), axis=1), axes.TOKENS),
             decode_tokens=rows.decode_tokens,
             decode_lengths=rows.decode_lengths,
             decode_counts=rows.decode_counts,
@@ -82,8 +83,7 @@ class FeatureDrafter:
         stored = stored if counts is None else rolled(stored, -counts)
         pending = Pending(step.rows.pending.features.at[:, : stored.shape[1]].set(stored), step.rows.lengths)
         chunks = fused[:split].reshape(*step.following.shape, fused.shape[1])
-        last = jnp.maximum(step.batch.chunk_lengths - 1, 0)
-        return AfterStep(caches, pending, jnp.take_along_axis(chunks, last[:, None, None], axis=1)[:, 0])
+        return AfterStep(caches, pending, last_of_chunks(chunks, step.batch.chunk_lengths, tools.shards))
 
     def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
         batch, hidden = _pending(rows)
@@ -116,9 +116,10 @@ class FeatureDrafter:
         return tools.choose(self.logits(tools, hidden), ahead)
 
 
-def _known(step: Followed) -> jax.Array:
+def _known(step: Followed, shards: Shards) -> jax.Array:
     """[P, C] of which tokens of chunks the next one is known."""
-    at = jnp.arange(step.following.shape[1])
+    stripe, width = shards.stripe(axes.TOKENS), step.following.shape[1]
+    at = stripe.index + stripe.count * jnp.arange(width)
     return (at < step.batch.chunk_lengths[:, None]) & (step.following >= 0)
 
 

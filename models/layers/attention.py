@@ -19,7 +19,15 @@ from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
+from inferlib.models.layers.step_attention import (
+    Arrays,
+    Attended,
+    ChunkPlaces,
+    RowQueries,
+    StepPlan,
+    attend,
+    limit_of,
+)
 from inferlib.models.layers.value_embedding import ValueEmbeddings
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import (
@@ -251,8 +259,9 @@ class GroupedStep:
 
     def plan(self, cache: LayerCache) -> StepPlan:
         decode, ctx = self.choose_decode(cache), self.ctx
-        # The later ones of several queries of a row ask for the summary of a block that the step ends.
-        several = cache.summaries is not None and ctx.batch.decode_tokens.shape[1] > 1
+        # The later ones of several queries of a row ask for the summary of a block that the step ends, or are rows of
+        # their own.
+        several = (cache.summaries is not None or self.striped) and ctx.batch.decode_tokens.shape[1] > 1
         prefill = self.choose_prefill(cache, self.options(self.stripe, ctx.chunk_positions))
         in_place = prefill.name in prefill_attention.IN_PLACE
         runs = in_place or decode.name in decode_attention.IN_PLACE
@@ -287,7 +296,13 @@ class GroupedStep:
     @cached_property
     def row_options(self) -> AttentionOptions:
         """How the queries of decode rows weigh this device's positions."""
-        return self.options(self.stripe, self.ctx.batch.decode_positions)
+        positions = self.ctx.batch.decode_positions
+        return self.options(self.stripe, positions.reshape(-1) if self.striped else positions)
+
+    def row_queries(self, cache: LayerCache) -> RowQueries:
+        """The queries of decode rows."""
+        table, (rows, _) = self.table(cache, self.stripe), self.ctx.batch.decode_tokens.shape
+        return RowQueries.of(self.ctx, self.stripe, None if table is None else table[:rows])
 
     def options(self, stripe: Stripe, positions: jax.Array) -> AttentionOptions:
         """How queries at these positions weigh the positions of a stripe. If the number of devices does not divide the
@@ -299,15 +314,16 @@ class GroupedStep:
 
     def choose_decode(self, cache: LayerCache) -> Choice:
         window, backend = self.row_options.window, self.ctx.backend.decode_attention
-        table, (rows, count) = self.table(cache, self.stripe), self.ctx.batch.decode_tokens.shape
-        cells, new = cache.keys_and_values(pages=None if table is None else table[:rows]), self.spec.cache_of is None
-        q = jax.ShapeDtypeStruct((rows, count, *self.queries.shape[1:]), self.queries.dtype)
+        several, of_rows = self.ctx.batch.decode_tokens.shape[1] > 1, self.row_queries(cache)
+        new = self.spec.cache_of is None and not (several and self.striped)
+        cells, shape = cache.keys_and_values(pages=of_rows.pages), (*of_rows.shape, 1)[:2]
+        q = jax.ShapeDtypeStruct((*shape, *self.queries.shape[1:]), self.queries.dtype)
         if (selection := self.selection(cache, cells)) is not None:
             summaries, most = selection
             size = cache.slots // summaries.shape[-3]
             return selected_pages.choose(q, cells, size, most, backend, new=new)
         # Of one query of a row `program_set` has asked, and says so if it falls back.
-        return decode_attention.choose(cells, window, backend, q if count > 1 else None, new=new)
+        return decode_attention.choose(cells, window, backend, q if several else None, new=new)
 
     def selection(self, cache: LayerCache, cells: KvCache) -> tuple[jax.Array, int] | None:
         """The summaries by which decode rows select blocks, and how many; None if they read all."""
@@ -349,16 +365,13 @@ class GroupedStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe, (rows, count) = self.ctx, self.stripe, self.ctx.batch.decode_tokens.shape
-        shape = (rows, count) if count > 1 else (rows,)
+        ctx, stripe, (shape, lengths, pages) = self.ctx, self.stripe, self.row_queries(cache)
         queries = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :].reshape(*shape, *self.queries.shape[1:])
         limit, backend = limit_of(ctx, stripe), self.choose_decode(cache).name
-        table, last = self.table(cache, stripe), ctx.batch.decode_lengths - 1
-        in_place = backend in decode_attention.IN_PLACE or table is not None
-        arrays = cache.arrays if in_place else cache.read(rows, limit)
-        cells = cache.keys_and_values(arrays, limit, None if table is None else table[:rows])
-        lengths, written = stripe.number(last) + 1, ctx.batch.decode_counts
-        written = stripe.owns(last).astype(jnp.int32) if self.striped else written
+        in_place = backend in decode_attention.IN_PLACE or self.table(cache, stripe) is not None
+        arrays = cache.arrays if in_place else cache.read(ctx.batch.decode_tokens.shape[0], limit)
+        cells, written = cache.keys_and_values(arrays, limit, pages), ctx.batch.decode_counts
+        written = stripe.owns(ctx.batch.decode_lengths - 1).astype(jnp.int32) if self.striped else written
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
         options, how = self.row_options, {"new": writes, "backend": backend}
         if (selection := self.selection(cache, cells)) is not None:

@@ -19,7 +19,15 @@ from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
+from inferlib.models.layers.step_attention import (
+    Arrays,
+    Attended,
+    ChunkPlaces,
+    RowQueries,
+    StepPlan,
+    attend,
+    limit_of,
+)
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import mla_decode_attention as mla_decode
 from inferlib.ops import mla_prefill_attention as mla_prefill
@@ -150,13 +158,19 @@ class LatentStep:
         """This device's positions."""
         return self.ctx.shards.stripe(axes.POSITIONS)
 
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Decode rows, and tokens of each."""
+        rows, count = self.ctx.batch.decode_tokens.shape
+        return rows, count
+
     def choose_prefill(self, cache: LayerCache) -> Choice:
         spec, backend = self.spec, self.ctx.backend.prefill_attention
         return mla_prefill.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
 
     def plan(self, cache: LayerCache) -> StepPlan:
         alone = cache.layer is None and self.ctx.shards.size(axes.POSITIONS) == 1
-        alone = alone and self.ctx.batch.decode_tokens.shape[1] == 1
+        alone = alone and self.decoded[1] == 1
         return StepPlan(
             self.stripe,
             rows_write=alone and self.choose_decode(cache).name in mla_decode.WRITING,
@@ -165,14 +179,16 @@ class LatentStep:
 
     def choose_decode(self, cache: LayerCache) -> Choice:
         """The implementation for the step's decode rows."""
-        ctx, (rows, count) = self.ctx, self.ctx.batch.decode_tokens.shape
-        choice = choose_decode(self.spec, ctx, cache)
-        if count == 1 or choice.name == "xla":  # for one token, `program_set` has asked what follows
+        of_rows, choice = self.row_queries(cache), choose_decode(self.spec, self.ctx, cache)
+        if len(of_rows.shape) == 1 or choice.name == "xla":  # for one token, `program_set` has asked what follows
             return choice
-        table = cache.table_of(ctx.table, limit_of(ctx, self.stripe))
-        q = rows, count, self.queries.shape[1], sum(cache.sizes)
-        cells = cache.latents(pages=None if table is None else table[:rows])
+        q, cells = (*of_rows.shape, self.queries.shape[1], sum(cache.sizes)), cache.latents(pages=of_rows.pages)
         return mla_decode.choose_for(jax.ShapeDtypeStruct(q, self.queries.dtype), cells, choice.name)
+
+    def row_queries(self, cache: LayerCache) -> RowQueries:
+        """The queries of decode rows."""
+        table, (rows, _) = cache.table_of(self.ctx.table, limit_of(self.ctx, self.stripe)), self.decoded
+        return RowQueries.of(self.ctx, self.stripe, None if table is None else table[:rows])
 
     def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""
@@ -192,22 +208,18 @@ class LatentStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe, (rows, count) = self.ctx, self.stripe, self.ctx.batch.decode_tokens.shape
-        lengths, limit = stripe.number(ctx.batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
+        ctx, (shape, lengths, pages), limit = self.ctx, self.row_queries(cache), limit_of(self.ctx, self.stripe)
         backend = self.choose_decode(cache).name
-        table = cache.table_of(ctx.table, limit)
-        in_place = backend in mla_decode.IN_PLACE or table is not None
-        arrays = cache.arrays if in_place else cache.read(rows, limit)
+        in_place = backend in mla_decode.IN_PLACE or cache.table_of(ctx.table, limit) is not None
+        arrays = cache.arrays if in_place else cache.read(self.decoded[0], limit)
         queries = self.absorbed or self.absorb(self.queries[math.prod(ctx.batch.chunk_tokens.shape) :])
         q, rotary = (widened(part, size) for part, size in zip(queries, cache.sizes, strict=True))
-        if count > 1:
-            q, rotary = (x.reshape(rows, count, *x.shape[1:]) for x in (q, rotary))
-        pages = None if table is None else table[:rows]
+        q, rotary = (x.reshape(*shape, *x.shape[1:]) for x in (q, rotary))
         cells, writes = cache.latents(arrays, limit, pages), None if new is None else NewCells(new)
         out, lse, cells = mla_decode.mla_decode_attention(
             q, rotary, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
         )
-        out, lse = (x.reshape(rows * count, *x.shape[1 + (count > 1) :]) for x in (out, lse))
+        out, lse = (x.reshape(-1, *x.shape[len(shape) :]) for x in (out, lse))
         attended = self.values(out[..., : self.spec.kv_rank])[:, :, None], lse[..., None]
         return attended, cache if new is None else replace(cache, arrays=cells.arrays)
 

@@ -53,6 +53,26 @@ class StepPlan:
     sinks: jax.Array | None = None
 
 
+class RowQueries(NamedTuple):
+    """Queries of decode rows, of leading dimensions `shape`: [B], or [B, N] at the last positions of each row. lengths
+    [B]: positions of a row on this device, up to the last query's. pages [B, M]: None: row b's cache is page b."""
+
+    shape: tuple[int, ...]
+    lengths: jax.Array
+    pages: jax.Array | None
+
+    @staticmethod
+    def of(ctx: StepContext, stripe: Stripe, pages: jax.Array | None) -> RowQueries:
+        """Those of a step. Several queries of a row see other numbers of a stripe's positions each, which do not ascend
+        by one. So where positions are striped, each query is a row of its own, [B * N]."""
+        batch, (rows, count) = ctx.batch, ctx.batch.decode_tokens.shape
+        if stripe.count > 1 and count > 1:
+            pages = jnp.arange(rows, dtype=jnp.int32)[:, None] if pages is None else pages
+            lengths = stripe.number(batch.decode_positions.reshape(-1)) + 1
+            return RowQueries((rows * count,), lengths, jnp.repeat(pages, count, axis=0))
+        return RowQueries((rows, count) if count > 1 else (rows,), stripe.number(batch.decode_lengths - 1) + 1, pages)
+
+
 class LayerStep(Protocol):
     """One kind of attention's part of a step: its queries, and how they attend."""
 

@@ -173,7 +173,7 @@ def test_a_draft_beside_windows_and_latents(path, checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp=2", "dp=2,tp=4"])
+@pytest.mark.parametrize("parallel", ["tp=2", "dp=2,tp=4", "cp=2"])
 def test_several_devices(parallel, checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
     jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]

@@ -144,8 +144,14 @@ GPU = {"scan": False, "backend": Backend(decode_attention="pallas_gpu", qkv_atte
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
-    [("ministral", WINDOWS, TPU), ("minicpm3", LATENTS, GPU), ("llama", {"num_hidden_layers": 1}, GPU)],
-    ids=["tpu", "gpu latents", "gpu"],
+    [
+        ("ministral", WINDOWS, TPU),
+        ("ministral", WINDOWS, TPU | {"parallel": "cp=2"}),
+        ("minicpm3", LATENTS, GPU),
+        ("llama", {"num_hidden_layers": 1}, GPU),
+        ("minicpm3", LATENTS, GPU | {"parallel": "cp=2"}),
+    ],
+    ids=["tpu", "tpu cp", "gpu latents", "gpu", "gpu latents cp"],
 )
 def test_kernels_that_take_several_queries_of_a_row(family, sizes, options, checkpoint):
     """Some rows end within a step, whose other cells are not written."""
@@ -161,14 +167,23 @@ def test_kernels_that_take_several_queries_of_a_row(family, sizes, options, chec
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "parallel"), [("llama", "dp=2,tp=4"), ("qwen3_moe", "dp=4,ep=2"), ("nemotron_h", "dp=2,tp=4")]
+    ("family", "parallel"),
+    [
+        ("llama", "dp=2,tp=4"),
+        ("qwen3_moe", "dp=4,ep=2"),
+        ("nemotron_h", "dp=2,tp=4"),
+        # Positions that are split: windows that do not divide into them, with sinks; latents.
+        ("gpt_oss", "cp=4,dp=2"),
+        ("minicpm3", "cp=2,tp=2,rules=tp2d"),
+    ],
 )
 def test_eight_devices(family, parallel, checkpoint):
     buckets = Buckets(prefill=(8,), batch=(8,), cache=(64,))
     jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
-    expected = run(build_llm(checkpoint(family), buckets), jobs)
+    path = checkpoint(family, **{"sliding_window": 6} if family == "gpt_oss" else {})
+    expected = run(build_llm(path, buckets), jobs)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(checkpoint(family), buckets, parallel=parallel, decode_steps=2, speculation=speculation)
+    llm = build_llm(path, buckets, parallel=parallel, decode_steps=2, speculation=speculation)
     assert_same(run(llm, jobs), expected)
     assert llm.engine.stats.accepted_drafts
 

@@ -117,7 +117,7 @@ def test_kinds_of_engines(path, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp=2", "ep=2,tp=2"])
+@pytest.mark.parametrize("parallel", ["tp=2", "ep=2,tp=2", "cp=2"])
 def test_several_devices(path, parallel, without):
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", parallel=parallel)
     assert_same(run(llm, ALONE), run(without, ALONE))
