@@ -36,6 +36,7 @@ from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.grammars import Grammars
 from inferlib.engine.pooling import Pooling, check_pooling, pooled
+from inferlib.engine.prefiller import Prefiller, check_prefilling, prefiller_of
 from inferlib.engine.request import Request, beam_sequence, request_output
 from inferlib.engine.runner import Runner
 from inferlib.engine.sequence import Sequence as EngineSequence
@@ -76,6 +77,7 @@ class Settings(EngineSettings, total=False):
     generation_config: str
     adapters: Mapping[str, str | Path] | None
     loop_steps: int | None
+    prefill_devices: Sequence[Any] | None
 
 
 class ChatForm(TypedDict, total=False):
@@ -116,6 +118,8 @@ class LLM:
         requests that are given none; "none" takes those of `SamplingParams()`.
     adapters: LoRA adapters by the names that requests give: directories that PEFT wrote. More can be loaded later, see
         `load_adapter`, `max_adapters` and `max_adapter_rank`.
+    prefill_devices: devices that prefill prompts, so that long ones do not stall the rows that decode, such as
+        `jax.devices()[4:]`, or their numbers; as many as decode. They get weights and a cache of their own.
     loop_steps: how often a looped model (Huginn, Parcae) runs its core, 1 to 256; by default as in training on average.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
@@ -139,7 +143,7 @@ class LLM:
     ):
         self.progress = on_terminal() if progress is None else progress
         revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
-        loop_steps = options.pop("loop_steps", None)
+        loop_steps, apart = options.pop("loop_steps", None), options.pop("prefill_devices", None)
         adapters, decided = opened_adapters(options.pop("adapters", None), engine_options(config, options))
         check_seed(seed)
         check_flag("progress", progress, optional=True)
@@ -167,15 +171,16 @@ class LLM:
             of_engine = {"itl": decided.itl, "prefix_caching": decided.prefix_caching, **decided.tiers}
             self.config = replace(programs.config, **of_engine)
             check_tiers(programs.plan, self.config)
-            if self._channel and not self.config.shards.several_processes:
-                raise ShardingError(
-                    f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
-                )
+            _check_processes(self._channel, self.config)
+            apart = check_prefilling(apart, programs, self.config, compiled=artifacts is not None)
         self._library = AdapterLibrary(files, programs.model, adapters)
         with adopted(self._stored), explained("loading the weights", programs.demand):
             weights = _load_weights(files, programs, choices, self.progress)
         with adopted(self._stored), explained("making room for the cache", programs.demand):
-            engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
+            source = prefiller_of(programs, weights, apart)
+            engine = Engine(
+                programs.model, weights, self.config, channel=self._channel, programs=programs, source=source
+            )
         if self._channel:
             self._channel.ready()
         self._library.fill(engine.adapters)
@@ -443,6 +448,8 @@ class LLM:
         """
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             count = self.engine.warmup(modes, lambda key: bar.advance(1))
+            if isinstance(source := self.engine.source, Prefiller):
+                count += source.warmup(lambda key: bar.advance(1))
         self._time_steps(modes)
         return count
 
@@ -750,6 +757,14 @@ def _artifacts_path(artifacts: Any, channel: distributed.Channel | None, options
     if artifacts is not None and channel:
         raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
     return None if artifacts is None else checked_path("artifacts", artifacts)
+
+
+def _check_processes(channel: distributed.Channel | None, config: EngineConfig) -> None:
+    """Raise ShardingError if other processes would have no part of the mesh."""
+    if channel and not config.shards.several_processes:
+        raise ShardingError(
+            f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
+        )
 
 
 def _load_weights(files: ModelFiles, programs: ProgramSet, choices: Choices, progress: bool) -> tuple[jax.Array, ...]:

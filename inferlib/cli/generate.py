@@ -101,6 +101,10 @@ class EngineArguments:
         str | None,
         typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
     ] = None
+    prefill_devices: Annotated[
+        str | None,
+        typer.Option(help="Numbers of other devices, as many, that prefill prompts, such as 4,5,6,7; by default none."),
+    ] = None
     artifacts: Annotated[
         Path | None, typer.Option(help="Directory that inferlib compile wrote: run its programs, compile none.")
     ] = None
@@ -145,6 +149,15 @@ class EngineArguments:
         if len(set(names)) < len(names):
             raise ValueError(f"--adapters has a name twice: {', '.join(names)[:100]}")
         return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}
+
+    def prefilling(self) -> list[int] | None:
+        """The numbers of `prefill_devices`. Raises ValueError."""
+        if self.prefill_devices is None:
+            return None
+        parts = self.prefill_devices.split(",")
+        if not all(part.strip().isdecimal() and len(part) < 8 for part in parts):
+            raise ValueError(f"--prefill-devices are numbers, such as 4,5,6,7, got {self.prefill_devices[:100]!r}")
+        return [int(part) for part in parts]
 
     def check_adapter(self, name: str | None) -> None:
         """Raise ValueError unless the name is of one of `adapters`, or None."""
@@ -389,7 +402,7 @@ def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArgum
 
     with user_errors():
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
-        options["adapters"] = engine.named_adapters()
+        options |= {"adapters": engine.named_adapters(), "prefill_devices": engine.prefilling()}
         return LLM(model.model, revision=model.revision, generation_config=model.generation_config, **options)
 
 

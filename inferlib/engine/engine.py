@@ -23,6 +23,7 @@ from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
 from inferlib.engine.host_weights import HostArray, to_host
 from inferlib.engine.masks import masks_of
+from inferlib.engine.page_source import PageSource
 from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
@@ -54,8 +55,9 @@ class EngineStats:
     host_seconds: everything else: scheduling and bookkeeping.
     cached_tokens: of prompts, and of sequences that were preempted, that were not computed, as their cells were in the
         cache. cached_pages: that prompts can share, by now. evicted_pages: that made room for others.
-    host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. host_pages, host_bytes, disk_pages,
-        disk_bytes: what the tiers have by now. host_evicted_pages, disk_evicted_pages: that made room there.
+    host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. handed_tokens: from devices that prefill.
+        host_pages, host_bytes, disk_pages, disk_bytes: what the tiers have by now. host_evicted_pages,
+        disk_evicted_pages: that made room there.
         dropped_pages: that were evicted and are in no tier, as the disk did not keep up.
     saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
     drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: those that stood
@@ -83,6 +85,7 @@ class EngineStats:
     disk_bytes: int = 0
     disk_evicted_pages: int = 0
     dropped_pages: int = 0
+    handed_tokens: int = 0
     saved_snapshots: int = 0
     evicted_snapshots: int = 0
     drafts: int = 0
@@ -106,7 +109,7 @@ class Engine:
 
     channel: to the other processes whose devices are in the mesh. Sequences run on process 0; the others `follow`.
     weights: of the model, and of one that drafts behind them. programs: of this model and config; by default a new,
-    empty set.
+    empty set. source: where sequences fetch pages; by default the tiers of the cache, if `config` has some.
     """
 
     def __init__(
@@ -117,16 +120,19 @@ class Engine:
         *,
         channel: Channel | None = None,
         programs: ProgramSet | None = None,
+        source: PageSource | None = None,
     ):
         self.model, self.weights, self.config, self.channel = model, weights, config, channel
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         check_tiers(self.plan, config)
-        self.tiers = Tiers(self.programs.models, weights, self.plan, config) if config.has_tiers else None
+        if source is None and config.has_tiers:
+            source = Tiers(self.programs.models, weights, self.plan, config)
+        self.source = source
         self.stats, self.clock = EngineStats(), Clock()
         cascade = Cascade.of(config, self.plan, model.config.depth)
         self.adapters = None if config.adapters is None else AdapterPool(self.programs.factors)
-        self.scheduler = Scheduler(config, self.plan, cascade, self.tiers, self.adapters)
+        self.scheduler = Scheduler(config, self.plan, cascade, self.source, self.adapters)
         self._deadlines = Deadlines()
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache, self.snapshots = self._empty_cache()
@@ -140,8 +146,8 @@ class Engine:
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
         if self.programs.strict:
             self.programs.prepare_changes()
-        if self.tiers is not None:
-            self.cache = self.tiers.prepare(self.cache)
+        if self.source is not None:
+            self.cache = self.source.prepare(self.cache)
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; a program that is missing later is an error.
@@ -207,10 +213,10 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Free all pages that no sequence needs now, and those of the tiers: prompts to come find nothing in them."""
         self._forget_pages()
-        if self.tiers is not None:
+        if self.source is not None:
             for s in self.scheduler.waiting:
                 s.fetch = None
-            self.tiers.clear()
+            self.source.clear()
             self.count_pages()
 
     def _forget_pages(self) -> None:
@@ -239,8 +245,8 @@ class Engine:
                     break
                 self._send(dispatch)
                 self._choose()
-            if self.tiers is not None and not self._in_flight:
-                self.tiers.wait(_PATIENCE)
+            if self.source is not None and not self._in_flight:
+                self.source.wait(_PATIENCE)
             advanced = self._receive() if self._in_flight else []
         except BaseException as raw:
             error = explanation(raw, "running", lambda: self.programs.demand()) or raw
@@ -284,11 +290,12 @@ class Engine:
         self._order(SLEEP)
         while self._in_flight:  # of rows that were left
             self._receive()
-        if self.tiers is not None:
+        if self.source is not None:
             for pages in self.scheduler.pages:
                 pages.evict(pages.cached)
-            self.tiers.save(self.cache)
-            self.tiers.settle()
+            self.source.save(self.cache)
+            self.source.settle()
+            self.source.sleep()
         with explained("falling asleep", self.programs.demand):
             self._asleep = to_host(self.weights, self.programs.formats)
         self.scheduler.lose()  # and with it what is to happen before the next dispatch
@@ -304,6 +311,8 @@ class Engine:
         with explained("waking up", self.programs.demand):
             self.weights = tuple(x.to_devices() for x in self._asleep)
             (self.cache, self.snapshots), self.state = self._empty_cache(), self.programs.allocate_state()
+        if self.source is not None:
+            self.source.wake()
         self._asleep = None
 
     def _order(self, kind: str) -> None:
@@ -365,15 +374,9 @@ class Engine:
             snapshots = [x.snapshots for x in pages if x.snapshots is not None]
             stats.saved_snapshots = sum(x.saved for x in snapshots)
             stats.evicted_snapshots = sum(x.evictions for x in snapshots)
-        if (tiers := self.tiers) is None:
-            return
-        stats.host_tokens, stats.disk_tokens = tiers.hit_tokens["host"], tiers.hit_tokens["disk"]
-        stats.dropped_pages = tiers.dropped
-        if (host := tiers.host) is not None:
-            stats.host_pages, stats.host_evicted_pages = len(host), host.evictions
-            stats.host_bytes = len(host) * tiers.transfer.nbytes
-        if (disk := tiers.disk) is not None:
-            stats.disk_pages, stats.disk_bytes, stats.disk_evicted_pages = len(disk), disk.nbytes, disk.evictions
+        if self.source is not None:
+            for name, count in self.source.counts().items():
+                setattr(stats, name, count)
 
     @property
     def _waits_for_tokens(self) -> bool:
@@ -401,8 +404,8 @@ class Engine:
         elif call.drafts is not None:
             inputs.append(call.drafts)
         start = time.perf_counter()
-        if self.tiers is not None:
-            self.tiers.save(self.cache)
+        if self.source is not None:
+            self.source.save(self.cache)
         if self.adapters is not None and self.adapters.waits:
             self.weights = self.adapters.write(self.weights)
             self.stats.adapter_loads, self.stats.adapter_evictions = self.adapters.loads, self.adapters.evictions
@@ -412,8 +415,8 @@ class Engine:
             if call.changes.snapshots:
                 copied = self.programs.change_snapshots(self.cache, self.snapshots, call.changes)
                 self.cache, self.snapshots = copied
-        if self.tiers is not None:
-            self.cache = self.tiers.write(self.cache)
+        if self.source is not None:
+            self.cache = self.source.write(self.cache)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output._replace(logits=None)):
@@ -487,8 +490,8 @@ class Engine:
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
         begun, self._done = max(sent, self._done), time.perf_counter()
         self.stats.wait_seconds += self._done - start
-        if self.tiers is not None and dispatch.chunks:
-            self.tiers.rule.computed.add(sum(chunk.length for chunk in dispatch.chunks), self._done - begun)
+        if self.source is not None and dispatch.chunks:
+            self.source.learn(sum(chunk.length for chunk in dispatch.chunks), self._done - begun)
         return dispatch, output, self._done - begun
 
     def _choose(self) -> None:

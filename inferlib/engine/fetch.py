@@ -1,21 +1,21 @@
-"""What a sequence that waits brings from the tiers of the cache."""
+"""What a sequence that waits fetches: pages whose cells the cache of its engine does not have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from inferlib.cache.host_tier import Page
-
-TierName = Literal["host", "disk"]
+SourceName = Literal["host", "disk", "prefill"]
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Pages of a sequence from its page number `first` on. pending: they are on their way; after that `pages` are those
-    that came, each with the tier that it came from."""
+    """Pages of a sequence from its page number `first` on. pending: they are on their way; after that `pages` are the
+    contents of those that came, each with the source that it came from. cached: how many of the sequence's tokens were
+    computed for others before; None: all that come."""
 
     first: int
     keys: list[bytes] = field(default_factory=list)
-    pages: list[tuple[Page, TierName]] = field(default_factory=list)
+    pages: list[tuple[Any, SourceName]] = field(default_factory=list)
     pending: bool = False
+    cached: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferlib.engine.fetch import TierName
+from inferlib.engine.fetch import SourceName
 
 _WEIGHT = 0.9  # of all that was measured before, against the last measurement
 _TRIES = 16
@@ -37,7 +37,7 @@ class FetchRule:
         self.computed, self.link, self.disk = Rate(), Rate(), Rate()
         self._against = 0
 
-    def choose(self) -> dict[TierName, bool]:
+    def choose(self) -> dict[SourceName, bool]:
         """Which tiers to fetch a sequence's pages from."""
         host, disk = self._faster(self.link), self._faster(self.link, self.disk)
         if host and not disk:

@@ -22,10 +22,10 @@ from inferlib.engine.bounded import BoundedCache
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.forced import draft_rows, forced_tokens
 from inferlib.engine.itl import ItlBound
+from inferlib.engine.page_source import PageSource
 from inferlib.engine.profit import Profit, tokens_of_weights
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.engine.tiers import Tiers
 from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Save
 from inferlib.sampling.sampler import counts_of
@@ -116,10 +116,10 @@ class Scheduler:
         config: EngineConfig,
         plan: CachePlan,
         cascade: Cascade | None = None,
-        tiers: Tiers | None = None,
+        source: PageSource | None = None,
         adapters: AdapterPool | None = None,
     ):
-        self.config, self.page, self.cascade, self.tiers, self.adapters = config, plan.page, cascade, tiers, adapters
+        self.config, self.page, self.cascade, self.source, self.adapters = config, plan.page, cascade, source, adapters
         self._forced: dict[Sequence, list[int]] = {}  # of the dispatch that is planned
         self.profit = None if config.speculation is None else Profit(config.speculation, config.platform)
         self.waiting: list[Sequence] = []  # in order
@@ -134,9 +134,9 @@ class Scheduler:
         if self.bounded is not None:
             for pages in self.pages:
                 pages.cells = self.bounded.cells
-        if tiers is not None:
+        if source is not None:
             for replica, pages in enumerate(self.pages):
-                pages.evicting = partial(tiers.evict, replica * pages.pool.count)
+                pages.evicting = partial(source.evict, replica * pages.pool.count)
         self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
@@ -163,6 +163,7 @@ class Scheduler:
         if sequence.row < 0:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
+            sequence.fetch = sequence.waits_for = None
             return
         del self.running[sequence.row]
         if self.adapters is not None:
@@ -196,8 +197,8 @@ class Scheduler:
             self.release(s)
         for pages in self.pages:
             pages.forget()
-        if self.tiers is not None:
-            self.tiers.lose()
+        if self.source is not None:
+            self.source.lose()
         self._received = self._sent
         self.changes, self.cancelled, self._saves = Changes(), set(), []
         return lost
@@ -304,8 +305,8 @@ class Scheduler:
                     return
                 self._preempt(last)
             sequence.waits_for = place[1].pending
-            if sequence.waits_for is None and self.tiers is not None:
-                sequence.waits_for = self.tiers.awaited(sequence, place[1])
+            if sequence.waits_for is None and self.source is not None:
+                sequence.waits_for = self.source.awaited(sequence, place[1])
             if sequence.waits_for is None:
                 self._start(sequence, *place)
 
@@ -334,7 +335,7 @@ class Scheduler:
         """Give a sequence that waits a row, and pages for its context."""
         self.waiting.remove(s)
         s.row = replica * self.config.rows + heapq.heappop(self._free[replica])
-        match, fetched = (match, []) if self.tiers is None else self.tiers.take(s, match)
+        match, fetched = (match, []) if self.source is None else self.source.take(s, match)
         s.begin(match.tokens)
         if self.bounded is not None:
             self.bounded.begin(s)
@@ -345,13 +346,13 @@ class Scheduler:
         first = replica * pages.pool.count
         changes.snapshots += pages.restores(s, match)  # before pages are evicted, and the snapshot with them
         if copy := pages.start(s, match):
-            source, target = (first + page for page in copy)
-            changes.copy(source, target)
-            if self.tiers is not None:
-                self.tiers.leave_out(target)
-        if self.tiers is not None and fetched:
+            original, target = (first + page for page in copy)
+            changes.copy(original, target)
+            if self.source is not None:
+                self.source.leave_out(target)
+        if self.source is not None and fetched:
             column = len(match.nodes)
-            self.tiers.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
+            self.source.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
         cached = s.context[: match.tokens]
         if self.profit is not None:

@@ -11,9 +11,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -27,9 +27,10 @@ from inferlib.cache.host_tier import HostTier, Page, key_of, page_keys
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.engine.fetch import Fetch, TierName
+from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.fingerprint import fingerprint
+from inferlib.engine.page_source import PageSource
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
@@ -43,28 +44,24 @@ _AHEAD = 4  # calls whose pages may be on their way to the devices
 _TRIALS = 3
 
 
-class Tiers:
-    """The tiers of an engine, whose thread makes all calls.
+class Tiers(PageSource):
+    """The tiers of an engine's cache.
 
     What the devices have no room for goes to the host and to disk at the same time, and what comes from disk to the
-    host too. models, weights: see `fingerprint`. hit_tokens: that were fetched, by tier. dropped: pages that are in no
-    tier, as the disk did not keep up.
+    host too. models, weights: see `fingerprint`. dropped: pages that are in no tier, as the disk did not keep up.
     """
 
     def __init__(self, models: Items[AbstractModel], weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
-        self.transfer = PageTransfer(plan, config.shards)
-        self.page, self.disk = plan.page, None
+        super().__init__(plan.page, ("host", "disk"))
+        self.transfer, self.disk = PageTransfer(plan, config.shards), None
         if config.disk_cache is not None:
             of_model = fingerprint(models, weights, plan, self.transfer)
             self.disk = DiskTier(config.disk_cache, of_model, self.transfer.forms, config.disk_cache_size)
         self.host = HostTier(config.host_cache // self.transfer.nbytes) if config.host_cache else None
         self.rule = FetchRule(plan.page, self.transfer.nbytes)
-        self.hit_tokens: dict[TierName, int] = {"host": 0, "disk": 0}
         self.dropped = 0
         self._evicted: dict[bytes, int] = {}  # pages to read before the next program, by key
-        self._restored: dict[int, Page] = {}  # contents of pages to write before the next program
         self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
-        self._fetching: dict[Fetch, Future] = {}
         self._writing: dict[bytes, Page] = {}
         self._reader, self._saver, self._writer = self._threads = tuple(
             ThreadPoolExecutor(1, f"inferlib-tier-{name}") for name in ("reader", "saver", "writer")
@@ -73,7 +70,7 @@ class Tiers:
     # ---- for the scheduler
 
     def evict(self, first: int, node: Node) -> None:
-        """Save a page before it is taken for others. first: the number of its replica's first page."""
+        """Save the page before it is taken."""
         if node.count < self.page:
             return
         key = key_of(node)
@@ -81,40 +78,20 @@ class Tiers:
             self._evicted.setdefault(key, first + node.page)
 
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
-        """What a sequence that begins with a match has to wait for, before it can take what the tiers have of it."""
         if s.fetch is None:
             if len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
                 return others[0]
             s.fetch = self._begin(s, match)
         return s.fetch if s.fetch.pending else None
 
-    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Page]]:
-        """What a sequence that starts takes of the device's cache, and of the tiers behind that."""
-        fetch, s.fetch = s.fetch, None
-        column = len(match.nodes)
-        if fetch is None or not fetch.first <= column < fetch.first + len(fetch.pages):
-            return match, []
-        pages = fetch.pages[column - fetch.first :]
-        for _, tier in pages:
-            self.hit_tokens[tier] += self.page
-        return Match(match.nodes, None, (column + len(pages)) * self.page), [page for page, _ in pages]
-
-    def restore(self, pages: Iterable[int], contents: Iterable[Page]) -> None:
-        """Write contents to pages before the next program, once pages are copied."""
-        self._restored |= zip(pages, contents, strict=True)
-
-    def leave_out(self, page: int) -> None:
-        """Write nothing to a page that is copied to: the sequence that it was for lost it."""
-        self._restored.pop(page, None)
-
     def lose(self) -> None:
-        """Forget what was to happen before the next program."""
-        self._evicted, self._restored = {}, {}
+        self._evicted = {}
+        super().lose()
 
     # ---- for the engine
 
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Compile the programs and time the way to the devices. The cache is donated; its pages stay as they are."""
+        """Compile the programs and time the way to the devices."""
         self.transfer.prepare()
         pages = list(range(min(CALL_PAGES, self.transfer.each)))
         contents = self.transfer.cut(self.transfer.read(cache, pages), pages)
@@ -128,8 +105,7 @@ class Tiers:
         return cache
 
     def save(self, cache: tuple[jax.Array, ...]) -> None:
-        """Read the pages that were evicted, before anything else changes the cache. It waits if too many are on their
-        way to the host."""
+        """It waits if too many pages are on their way to the host."""
         evicted, self._evicted = self._evicted, {}
         for batch in self._batches(list(evicted.items()), [*evicted.values()]):
             while len(self._saving) > _MOST_SAVING and (others := list(self._saving.values())):
@@ -143,7 +119,6 @@ class Tiers:
             future.add_done_callback(partial(self._saved, [key for key, _ in batch]))
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The cache, which is donated, with the pages that sequences fetched."""
         restored, self._restored = self._restored, {}
         under_way: list[Any] = []
         for batch in self._batches(list(restored.items()), [*restored]):
@@ -154,23 +129,29 @@ class Tiers:
                 jax.block_until_ready(under_way.pop(0))
         return cache
 
-    def wait(self, seconds: float) -> None:
-        """Wait until what some sequence fetches is there, if any does, but not longer."""
-        if futures := list(self._fetching.values()):
-            wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
-
     def settle(self) -> None:
-        """Wait for all pages that are on their way."""
         for thread in self._threads:
             thread.submit(int).result()
 
     def clear(self) -> None:
-        """Forget all pages."""
         self.lose()
         self.settle()
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.clear()
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self.rule.computed.add(tokens, seconds)
+
+    def counts(self) -> dict[str, int]:
+        hits, host, disk = self.hit_tokens, self.host, self.disk
+        counts = {"host_tokens": hits["host"], "disk_tokens": hits["disk"], "dropped_pages": self.dropped}
+        if host is not None:
+            counts |= {"host_pages": len(host), "host_evicted_pages": host.evictions}
+            counts["host_bytes"] = len(host) * self.transfer.nbytes
+        if disk is not None:
+            counts |= {"disk_pages": len(disk), "disk_bytes": disk.nbytes, "disk_evicted_pages": disk.evictions}
+        return counts
 
     # ---- inside
 
@@ -245,7 +226,7 @@ class Tiers:
             future.add_done_callback(partial(self._fetched, fetch))
         return fetch
 
-    def _tier_of(self, key: bytes) -> TierName | None:
+    def _tier_of(self, key: bytes) -> SourceName | None:
         if key in self._saving or self._at_hand(key) is not None:
             return "host"
         return "disk" if self._on_disk(key) else None
@@ -257,7 +238,7 @@ class Tiers:
                 break
             fetch.pages.append(loaded)
 
-    def _loaded(self, key: bytes) -> tuple[Page, TierName] | None:
+    def _loaded(self, key: bytes) -> tuple[Page, SourceName] | None:
         if (saving := self._saving.get(key)) is not None:
             return saving.result()[key], "host"
         if (content := self._at_hand(key)) is not None:

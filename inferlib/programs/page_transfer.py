@@ -7,7 +7,7 @@ with their scales are two. Whatever the layers and their layouts, it is a copy o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from inferlib.cache.disk_tier import Form
 from inferlib.cache.host_tier import Page
@@ -97,6 +97,20 @@ class PageTransfer:
                 whole[place] = content[i]
             blocks.append(jax.device_put(whole, self._block_place(group)))
         return self._write(cache, self._numbers(pages), tuple(blocks)), blocks
+
+    def received(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Blocks that the transfer of an equal mesh of other devices read, on these devices."""
+        places = [self._block_place(group) or SingleDeviceSharding(jax.devices()[0]) for group in self.groups]
+        return tuple(jax.device_put(list(blocks), places))
+
+    def write_blocks(
+        self, cache: tuple[jax.Array, ...], pages: Mapping[int, int], blocks: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """The cache, which is donated, with pages whose contents are in blocks that it `received`. pages: of one
+        replica, by their places in the blocks."""
+        numbers = np.full((CALL_PAGES, 1), self.each, np.int32)
+        numbers[list(pages), 0] = list(pages.values())
+        return self._write(cache, numbers, blocks)
 
     def cut(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[Page]:
         """The pages of blocks that were read, on the host. It waits for the copies."""

@@ -46,7 +46,7 @@ def crowd_out(engine: Engine) -> None:
     """Run other prompts until nothing of earlier ones is on the device, and all of them is in the tiers."""
     for prompt in STRANGERS:
         run(engine, [sequence(prompt, 20)])
-    engine.tiers.settle()
+    engine.source.settle()
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW if x == "gemma3n_text" else ()) for x in PAGED])
@@ -59,11 +59,11 @@ def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
         for s in (again, longer):
             assert run(engine, [s])[0] == alone(kind, s.prompt, 9)
             assert s.cached == (32 if s is again else 48)
-        assert engine.tiers.hit_tokens == {"host": 32, "disk": 0}
+        assert engine.source.hit_tokens == {"host": 32, "disk": 0}
         crowd_out(engine)
-        before = engine.tiers.hit_tokens["host"]
+        before = engine.source.hit_tokens["host"]
         assert run(engine, [sequence(longer.prompt, 9)])[0] == alone(kind, longer.prompt, 9)
-        assert engine.tiers.hit_tokens["host"] == before + 64
+        assert engine.source.hit_tokens["host"] == before + 64
 
 
 def test_a_hit_goes_on_from_the_device_to_the_host(tight, alone):
@@ -75,11 +75,11 @@ def test_a_hit_goes_on_from_the_device_to_the_host(tight, alone):
         tree, before = engine.scheduler.pages[0].tree, engine.scheduler.pages[0].cached
         run(engine, [sequence(STRANGERS[0], 45)])
         assert 0 < len(tree.match(None, encoded(prompt), 77).nodes) < before
-        engine.tiers.settle()
+        engine.source.settle()
         s = sequence(prompt, 9)
         assert run(engine, [s])[0] == alone(kind, prompt, 9)
         assert s.cached == 64
-        assert 0 < engine.tiers.hit_tokens["host"] < 64
+        assert 0 < engine.source.hit_tokens["host"] < 64
 
 
 def test_a_page_that_is_on_its_way_is_no_source_of_copies(tight, alone):
@@ -93,7 +93,7 @@ def test_a_page_that_is_on_its_way_is_no_source_of_copies(tight, alone):
         sequences = [sequence(prompt_of(shared, 1, 5), 9) for shared in (48, 40)]
         assert run(engine, sequences) == [alone(kind, s.prompt, 9) for s in sequences]
         assert [s.cached for s in sequences] == [48, 40]
-        assert engine.tiers.hit_tokens["host"] == 48
+        assert engine.source.hit_tokens["host"] == 48
 
 
 def test_what_a_page_was_to_get_does_not_overwrite_a_copy(tight, alone):
@@ -103,8 +103,8 @@ def test_what_a_page_was_to_get_does_not_overwrite_a_copy(tight, alone):
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
         run(engine, [sequence(prompt_of(24, 0, 1), 2)])
         target = engine.scheduler.pages[0].pool._free[-1]
-        lost = tuple(np.full(form.shape, np.nan, form.dtype) for form in engine.tiers.transfer.forms)
-        engine.tiers.restore([target], [lost])
+        lost = tuple(np.full(form.shape, np.nan, form.dtype) for form in engine.source.transfer.forms)
+        engine.source.restore([target], [lost])
         s = sequence(prompt_of(24, 1, 9), 9)
         assert run(engine, [s])[0] == alone(kind, s.prompt, 9)
         assert s.cached == 24
@@ -122,7 +122,7 @@ def test_what_is_preempted_goes_to_the_host(tight, alone):
         assert run(engine, others) == [alone(kind, s.prompt, 50) for s in others]
         assert first.tokens == alone(kind, first.prompt, 50)
         assert engine.scheduler.preemptions
-        assert engine.tiers.hit_tokens["host"] >= 32
+        assert engine.source.hit_tokens["host"] >= 32
 
 
 @pytest.mark.parametrize("kind", ONE_FIRST)
@@ -133,13 +133,13 @@ def test_what_was_evicted_comes_back_from_disk(kind, tight, alone, tmp_path):
         with new_engine(llm, disk_cache=tmp_path / "pages") as engine:
             s = sequence(prompt, 9)
             assert run(engine, [s])[0] == alone(kind, prompt, 9)
-            assert (s.cached, engine.tiers.hit_tokens["disk"]) == (hits, hits)
+            assert (s.cached, engine.source.hit_tokens["disk"]) == (hits, hits)
             crowd_out(engine)
             before = llm.stats.disk_tokens
             s = sequence(prompt_of(40, 0, 30), 9)
             assert run(engine, [s])[0] == alone(kind, s.prompt, 9)
             assert s.cached >= 32
-            engine.tiers.settle()
+            engine.source.settle()
             stats, files = llm.stats, [path.stat().st_size for path in tmp_path.rglob("*.page")]
             assert stats.disk_tokens - before == s.cached
             assert (stats.host_tokens, stats.disk_pages, stats.disk_bytes) == (0, len(files), sum(files))
@@ -153,13 +153,13 @@ def test_what_the_host_has_no_room_for_is_on_disk(tight, alone, tmp_path):
         run(engine, [sequence(prompt, 5)])
         crowd_out(engine)
         assert run(engine, [sequence(prompt, 9)])[0] == alone(kind, prompt, 9)
-        assert engine.tiers.hit_tokens == {"host": 0, "disk": 64}
+        assert engine.source.hit_tokens == {"host": 0, "disk": 64}
         run(engine, [sequence(STRANGERS[0][:20], 70)])
-        engine.tiers.settle()
+        engine.source.settle()
         s = sequence(prompt, 9)
         assert run(engine, [s])[0] == alone(kind, prompt, 9)
         assert s.cached == 64
-        assert engine.tiers.hit_tokens["host"] > 0
+        assert engine.source.hit_tokens["host"] > 0
         stats = llm.stats
         assert (stats.host_pages, stats.host_bytes) == (5, 5 * page_bytes(llm))
         assert stats.host_evicted_pages > 0
@@ -171,7 +171,7 @@ def test_other_weights_take_no_files(checkpoint, tight, tmp_path):
     with new_engine(llm, disk_cache=tmp_path) as engine:
         run(engine, [sequence(prompt, 5)])
         crowd_out(engine)
-        of_model = engine.tiers.disk.model
+        of_model = engine.source.disk.model
     weights = list(llm.engine.weights)
     changed = weights[-1].ravel().at[7].add(1e-3).reshape(weights[-1].shape)
     others = [Engine(llm.engine.model, (*weights[:-1], changed), llm.engine.config, programs=llm.engine.programs)]
@@ -187,7 +187,7 @@ def test_what_the_rule_decides(tight, monkeypatch):
     """By what was measured of the link, and of prompts."""
     llm, prompt = tight("llama stacked"), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
-        rule = engine.tiers.rule
+        rule = engine.source.rule
         assert rule.link.value > 0
         assert rule.computed.value is None
         run(engine, [sequence(prompt, 5)])
@@ -196,7 +196,7 @@ def test_what_the_rule_decides(tight, monkeypatch):
         monkeypatch.setattr(rule, "choose", lambda: {"host": False, "disk": False})
         s = sequence(prompt, 5)
         run(engine, [s])
-        assert (s.cached, engine.tiers.hit_tokens["host"]) == (0, 0)
+        assert (s.cached, engine.source.hit_tokens["host"]) == (0, 0)
 
 
 def test_a_model_that_sleeps_keeps_its_tiers(tight, alone):
@@ -208,7 +208,7 @@ def test_a_model_that_sleeps_keeps_its_tiers(tight, alone):
         llm.wake()
         s = sequence(prompt, 9)
         assert run(engine, [s])[0] == alone(kind, prompt, 9)
-        assert (s.cached, engine.tiers.hit_tokens["host"]) == (32, 32)
+        assert (s.cached, engine.source.hit_tokens["host"]) == (32, 32)
 
 
 def test_the_threads_end_with_the_engine(tight, tmp_path):
@@ -237,7 +237,7 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
         run(engine, [sequence(prompt, 5)])
         crowd_out(engine)
         keys = list(page_keys(None, encoded(prompt), PAGE * 4))
-        path = tmp_path / engine.tiers.disk.model.hex() / f"{keys[2].hex()}.page"
+        path = tmp_path / engine.source.disk.model.hex() / f"{keys[2].hex()}.page"
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         s = sequence(prompt, 9)
         assert run(engine, [s])[0] == alone(kind, prompt, 9)
@@ -253,7 +253,7 @@ def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, 
     llm, folder = tight(kind), tmp_path_factory.mktemp("pages") if disk else None
     with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm), disk_cache=folder) as engine:
         assert_as_if_alone(engine, functools.partial(alone, kind), jobs)
-        assert len(engine.tiers.host) <= host
+        assert len(engine.source.host) <= host
 
 
 def test_replicas_share_the_host(checkpoint, tight):
@@ -267,8 +267,8 @@ def test_replicas_share_the_host(checkpoint, tight):
         expected = [run(engine, [sequence(prompt, 20)])[0] for prompt in prompts]
     for _ in range(3):
         assert run(llm.engine, [sequence(prompt, 20) for prompt in prompts]) == expected
-        llm.engine.tiers.settle()
-    assert llm.engine.tiers.hit_tokens["host"] > 100
+        llm.engine.source.settle()
+    assert llm.engine.source.hit_tokens["host"] > 100
 
 
 def test_nothing_compiles_after_warmup(tight, tmp_path):
@@ -281,7 +281,7 @@ def test_nothing_compiles_after_warmup(tight, tmp_path):
         assert llm.stats.cached_tokens > 100
         for _ in range(3):
             crowd_out(engine)
-        assert engine.tiers.hit_tokens["disk"] >= 32
+        assert engine.source.hit_tokens["disk"] >= 32
         assert compilations() == before
 
 
@@ -290,7 +290,7 @@ def test_forgotten_prompts_are_in_no_tier(tight):
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
         run(engine, [sequence(prompt, 5)])
         crowd_out(engine)
-        assert len(engine.tiers.host)
+        assert len(engine.source.host)
         llm.reset_prefix_cache()
         s = sequence(prompt, 5)
         run(engine, [s])

@@ -1,0 +1,98 @@
+"""Where the sequences of an engine fetch pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import jax
+
+from inferlib.cache.prefix_tree import Match, Node
+from inferlib.engine.fetch import Fetch, SourceName
+from inferlib.engine.sequence import Sequence
+
+
+class PageSource(ABC):
+    """The tiers of the cache (see `Tiers`), or an engine that prefills (see `Prefiller`).
+
+    The engine's thread makes all calls. page: positions of a page. hit_tokens: that were fetched, by source.
+    """
+
+    def __init__(self, page: int, names: Iterable[SourceName]):
+        self.page = page
+        self.hit_tokens: dict[SourceName, int] = dict.fromkeys(names, 0)
+        self._restored: dict[int, Any] = {}  # contents of pages to write before the next program
+        self._fetching: dict[Fetch, Future] = {}
+
+    # ---- for the scheduler
+
+    def evict(self, first: int, node: Node) -> None:  # noqa: B027 (nothing is to be done in every source)
+        """A page is about to be taken for others. first: the number of its replica's first page."""
+
+    @abstractmethod
+    def awaited(self, s: Sequence, match: Match) -> Fetch | None:
+        """What a sequence that begins with a match has to wait for, before it can take what the source has of it."""
+
+    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Any]]:
+        """What a sequence that starts takes of its engine's cache, and the contents of what it fetched behind that."""
+        fetch, s.fetch = s.fetch, None
+        column = len(match.nodes)
+        if fetch is None or not fetch.first <= column < fetch.first + len(fetch.pages):
+            return match, []
+        pages = fetch.pages[column - fetch.first :]
+        for _, source in pages:
+            self.hit_tokens[source] += self.page
+        return Match(match.nodes, None, (column + len(pages)) * self.page), [content for content, _ in pages]
+
+    def restore(self, pages: Iterable[int], contents: Iterable[Any]) -> None:
+        """Write contents to pages before the next program, once pages are copied."""
+        self._restored |= zip(pages, contents, strict=True)
+
+    def leave_out(self, page: int) -> None:
+        """Write nothing to a page that is copied to: the sequence that it was for lost it."""
+        self._restored.pop(page, None)
+
+    def lose(self) -> None:
+        """Forget what was to happen before the next program."""
+        self._restored = {}
+
+    # ---- for the engine
+
+    @abstractmethod
+    def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Compile what is needed. The cache is donated; its pages stay as they are."""
+
+    def save(self, cache: tuple[jax.Array, ...]) -> None:  # noqa: B027
+        """Read the pages that were evicted, before anything else changes the cache."""
+
+    @abstractmethod
+    def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The cache, which is donated, with the pages that sequences fetched."""
+
+    def learn(self, tokens: int, seconds: float) -> None:  # noqa: B027
+        """Steps of the engine took so long to compute so many tokens of prompts."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until what some sequence fetches is there, if any does, but not longer."""
+        if futures := list(self._fetching.values()):
+            wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for all pages that are on their way."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all pages."""
+
+    def sleep(self) -> None:  # noqa: B027
+        """Free what it has on devices."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Take it back."""
+
+    @abstractmethod
+    def counts(self) -> Mapping[str, int]:
+        """What `EngineStats` say of it, by the names of its fields."""

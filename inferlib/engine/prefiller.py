@@ -1,0 +1,313 @@
+"""Prompts are prefilled apart from decoding: an engine on devices of its own computes the whole pages of a prompt, and
+the engine that decodes takes them over. So a long prompt does not stall the rows that decode (Zhong et al. 2024,
+"DistServe"; Patel et al. 2024, "Splitwise").
+
+To the engine that decodes this is one more source of pages: a sequence whose pages it does not have waits until they
+have come, others pass, and then it begins as behind a hit. What is left of the prompt, less than a page, it prefills
+itself. The engine that prefills has a prefix cache of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import jax
+from jax.sharding import Mesh
+
+from inferlib.cache.plan import CachePlan
+from inferlib.cache.prefix_tree import Match, Node, encoded
+from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
+from inferlib.engine.engine import Engine
+from inferlib.engine.fetch import Fetch, SourceName
+from inferlib.engine.page_source import PageSource
+from inferlib.engine.sequence import Sequence, Status
+from inferlib.engine.thread import EngineThread
+from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet, planned_keys
+from inferlib.sampling.params import SamplingParams
+from inferlib.sharding.mesh import MESH_AXES, Device, Parallelism, make_mesh
+from inferlib.sharding.rules import preset
+from inferlib.sharding.shards import Shards
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 512 << 20  # of blocks on the devices that decode, which lie there beside the cache
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(eq=False)
+class Blocks:
+    """Pages that were handed over, on the devices that decode, until they are written. See `PageTransfer`."""
+
+    arrays: tuple[jax.Array, ...]
+
+
+class Handed(NamedTuple):
+    """The content of a page: its place in some blocks."""
+
+    blocks: Blocks
+    place: int
+
+
+class Job(NamedTuple):
+    """What is prefilled. target: the sequence that waits for it."""
+
+    fetch: Fetch
+    target: Sequence
+
+
+class Prefiller(PageSource):
+    """Prefills for another engine, whose thread makes all calls.
+
+    engine: the one that prefills, in a thread of its own. plan, shards: of the other one's cache; the meshes are equal
+    but for their devices.
+    """
+
+    def __init__(self, engine: Engine, plan: CachePlan, shards: Shards):
+        super().__init__(plan.page, ("prefill",))
+        self.engine = engine
+        self._read, self._write = PageTransfer(engine.plan, engine.config.shards), PageTransfer(plan, shards)
+        self._thread, self._waiter = EngineThread(), ThreadPoolExecutor(1, "inferlib-handover")
+        # What follows belongs to the engine's own thread.
+        self._jobs: dict[Sequence, Job] = {}
+        self._waiting: list[tuple[Fetch, tuple[Node, ...]]] = []  # pages for which there is no room yet
+        self._handed = 0  # bytes of blocks that are not written yet
+        self._driving = False
+
+    # ---- for the scheduler
+
+    def awaited(self, s: Sequence, match: Match) -> Fetch | None:
+        if s.fetch is None:
+            s.fetch = self._begin(s, match)
+        return s.fetch if s.fetch.pending else None
+
+    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Handed]]:
+        fetch, before = s.fetch, match.tokens
+        match, pages = super().take(s, match)
+        if pages and fetch is not None and s.cached is None:
+            s.cached = max(before, min(fetch.cached or 0, match.tokens))
+        return match, pages
+
+    # ---- for the engine
+
+    def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        self._read.prepare()
+        self._write.prepare()
+        return cache
+
+    def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        restored, self._restored = self._restored, {}
+        of_blocks: dict[Blocks, dict[int, int]] = {}
+        for page, (blocks, place) in restored.items():
+            of_blocks.setdefault(blocks, {})[place] = page
+        for blocks, pages in of_blocks.items():
+            cache = self._write.write_blocks(cache, pages, blocks.arrays)
+        return cache
+
+    def settle(self) -> None:
+        while futures := list(self._fetching.values()):
+            futures[0].result()
+
+    def clear(self) -> None:
+        self.lose()
+        self.settle()
+        self._call(self.engine.forget_prefixes)
+
+    def sleep(self) -> None:
+        self._call(self.engine.sleep)
+
+    def wake(self) -> None:
+        self._call(self.engine.wake)
+
+    def counts(self) -> dict[str, int]:
+        return {"handed_tokens": self.hit_tokens["prefill"]}
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """The programs of the engine that prefills."""
+        keys = planned_keys(self.engine.config, ("greedy",))
+        return [key for key in keys if key.chunks and not key.rows and not key.detail]
+
+    def warmup(self, done: Any = lambda key: None) -> int:
+        """Compile `keys`; a program that is missing later is an error. Returns how many they are. done: called with the
+        key of each."""
+
+        def compile_all() -> None:
+            programs = self.engine.programs
+            programs.compile_all(self.keys, done)
+            programs.prepare_changes()
+            programs.strict = True
+
+        self._call(compile_all)
+        return len(self.keys)
+
+    # ---- inside
+
+    def _call(self, function: Any) -> None:
+        self._thread.run(lambda: (function(),))
+
+    def _begin(self, s: Sequence, match: Match) -> Fetch:
+        """Ask for the whole pages of a sequence behind a match."""
+        fetch, whole = Fetch(len(match.nodes)), (s.length - 1) // self.page
+        if s.takes_cached and whole > fetch.first:
+            fetch.pending = True
+            self._fetching[fetch] = Future()
+            tokens = (s.prompt + s.tokens)[: whole * self.page]
+            twin = Sequence(tokens, _GREEDY, max_tokens=0, seed=0, priority=s.priority, salt=s.salt)
+            self._thread.post(partial(self._add, twin, Job(fetch, s)))
+        return fetch
+
+    def _end(self, fetch: Fetch) -> None:
+        """What came of a fetch is in its pages."""
+        fetch.pending = False
+        if (future := self._fetching.pop(fetch, None)) is not None:
+            future.set_result(None)
+
+    # What follows runs in the thread of the engine that prefills.
+
+    def _add(self, twin: Sequence, job: Job) -> None:
+        try:
+            self.engine.add(twin)
+        except RuntimeError as error:  # it sleeps
+            log.warning("a prompt is prefilled beside decoding: %s", error)
+            self._end(job.fetch)
+            return
+        self._jobs[twin] = job
+        if not self._driving:
+            self._driving = True
+            self._thread.start(self._drive)
+
+    def _drive(self) -> bool | None:
+        """Advance the engine once. Returns None as long as it has something to do."""
+        for twin, job in list(self._jobs.items()):
+            if job.target.status is Status.FINISHED:
+                self.engine.cancel(twin)
+                self._end(self._jobs.pop(twin).fetch)
+        if not self._jobs:
+            self._driving = False
+            return True
+        try:
+            ended = [twin for twin in self.engine.advance() if twin.status is Status.FINISHED]
+        except BaseException as error:  # what was lost is prefilled beside decoding
+            log.warning("the devices that prefill failed: %s", error)
+            ended = [twin for twin in self._jobs if twin.status is Status.FINISHED] or list(self._jobs)
+        for twin in ended:
+            self._finish(twin)
+        return None
+
+    def _finish(self, twin: Sequence) -> None:
+        """Hold the pages of a prompt, until there is room for them on the devices that decode."""
+        job, pages = self._jobs.pop(twin), self.engine.scheduler.pages[0]
+        if twin.error is not None or pages.tree is None:
+            self.engine.cancel(twin)
+            self._end(job.fetch)
+            return
+        nodes = pages.tree.match(twin.cache_key, encoded(twin.prompt), len(twin.prompt)).nodes
+        pages.tree.refer(nodes)
+        job.fetch.cached = twin.cached
+        self._waiting.append((job.fetch, nodes))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Send pages to the devices that decode, as long as there is room for them."""
+        tree, read = self.engine.scheduler.pages[0].tree, self._read
+        while self._waiting and tree is not None:
+            fetch, nodes = self._waiting[0]
+            pages = [node.page for node in nodes[fetch.first :]]
+            batches = [pages[first : first + CALL_PAGES] for first in range(0, len(pages), CALL_PAGES)]
+            nbytes = len(batches) * CALL_PAGES * read.nbytes
+            if self._handed and self._handed + nbytes > _MOST_BYTES:
+                return
+            del self._waiting[0]
+            sent = []
+            for batch in batches:
+                blocks = Blocks(self._write.received(read.read(self.engine.cache, batch)))
+                sent += [(Handed(blocks, place), "prefill") for place in range(len(batch))]
+                size = CALL_PAGES * read.nbytes
+                finalize(blocks, self._thread.post, partial(self._freed, size)).atexit = False
+                self._handed += size
+            tree.release(nodes)
+            with suppress(RuntimeError):  # the interpreter ends
+                self._waiter.submit(self._arrived, fetch, sent)
+
+    def _freed(self, nbytes: int) -> None:
+        self._handed -= nbytes
+        self._hand_over()
+
+    def _arrived(self, fetch: Fetch, sent: list[tuple[Handed, SourceName]]) -> None:
+        """Wait for pages in a thread for that, so that the devices that decode never do."""
+        try:
+            jax.block_until_ready([content.blocks.arrays for content, _ in sent])
+            fetch.pages = sent
+        except Exception as error:
+            log.warning("a prompt is prefilled beside decoding: its pages did not come: %s", error)
+        self._end(fetch)
+
+
+def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *, compiled: bool) -> list[Device]:
+    """The devices of the option `prefill_devices`, which has devices, or their numbers; or is None, for none. compiled:
+    these are programs of artifacts.
+
+    Raises ConfigurationError if these devices cannot prefill for an engine of these programs.
+    """
+    known = jax.devices()
+    if devices is None:
+        return []
+    if not is_list(devices) or not devices:
+        raise ConfigurationError(
+            f"prefill_devices are devices, such as jax.devices()[4:], or their numbers, got {brief(devices)}"
+        )
+    if odd := [x for x in devices if x not in known and not (type(x) is int and 0 <= x < len(known))]:
+        raise ConfigurationError(f"prefill_devices has {brief(odd[0])}, and JAX has devices 0 to {len(known) - 1}")
+    chosen = [known[x] if isinstance(x, int) else x for x in devices]
+    mesh = config.shards.mesh
+    used = list(mesh.devices.flat) if isinstance(mesh, Mesh) else known[:1]
+    if shared := set(chosen) & set(used):
+        raise ConfigurationError(f"prefill_devices has {min(map(str, shared))}, which decodes: give other devices")
+    if len(set(chosen)) != len(used) or len(chosen) != len(used):
+        raise ConfigurationError(
+            f"prefill_devices are as many as those that decode, {len(used)}, all different, got {len(chosen)}"
+        )
+    without, decided = programs.plan.no_prefix_caching(config), config.speculation
+    reasons = {
+        "run programs of their own, which artifacts do not have: leave artifacts out": compiled,
+        "hand over whole pages, and layers have a ring or a state of each row": any(programs.plan.of_rows),
+        f"hand over pages that prompts share, and {without}": without is not None,
+        "serve one replica: leave dp out of parallel": config.shards.replicas > 1,
+        "serve devices of one process": config.shards.several_processes,
+        "take the place of tiers: leave host_cache and disk_cache out": config.has_tiers,
+        "have no adapters: leave adapters and max_adapters out": config.adapters is not None,
+        "count no load: leave expert_load out": config.expert_load,
+        "have no model that drafts: take 'ngram', or leave speculation out": decided is not None and decided.by_model,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise ConfigurationError(f"prefill_devices {why}")
+    return chosen
+
+
+def prefiller_of(programs: ProgramSet, weights: tuple[jax.Array, ...], devices: Items[Device]) -> Prefiller | None:
+    """What prefills on these devices (see `check_prefilling`), if there are some, for an engine of these programs and
+    weights."""
+    if not devices:
+        return None
+    model, plan, config = programs.model, programs.plan, programs.config
+    rules, mesh = config.shards.rules, config.shards.mesh
+    shape = (
+        Parallelism()
+        if rules is None or mesh is None
+        else Parallelism(**{name: mesh.shape[name] for name in MESH_AXES}, rules=rules.name)
+    )
+    shards = Shards(make_mesh(shape, devices), rules or preset(shape.rules))
+    apart = replace(config, shards=shards, itl=None, speculation=None, cascade=False)
+    of_engine = ProgramSet(model, plan, apart, programs.layouts)
+    places = [form or shards.sharding(spec.axes) for form, spec in zip(of_engine.formats, of_engine.specs, strict=True)]
+    copies = tuple(jax.device_put(list(weights), places))
+    return Prefiller(Engine(model, copies, apart, programs=of_engine), plan, config.shards)

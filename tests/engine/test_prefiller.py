@@ -1,0 +1,174 @@
+"""Prompts that other devices prefill: every token is what it is where the same devices do both."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from inferlib import LLM
+from inferlib.config import ConfigurationError
+from inferlib.engine import prefiller
+from inferlib.engine.engine import Engine
+from inferlib.engine.prefiller import Prefiller, check_prefilling, prefiller_of
+from inferlib.programs.counter import compilations
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm, random_prompts
+from tests.helpers.poison import poison
+from tests.helpers.sequences import GREEDY, LEAST, run, sequence
+from tests.helpers.shared_beginnings import SAMPLED, prompt_of
+
+KIND = "llama stacked"
+
+
+@pytest.fixture(scope="module")
+def apart(tight):
+    """`apart(kind)`: an engine of `tight(kind)` for which another device prefills, and what does."""
+    of_kind = functools.cache(
+        lambda kind: prefiller_of(tight(kind).engine.programs, tight(kind).engine.weights, [jax.devices()[1]])
+    )
+
+    @contextlib.contextmanager
+    def build(kind: str) -> Iterator[tuple[Engine, Prefiller]]:
+        llm, first = tight(kind), of_kind(kind).engine
+        other = Engine(first.model, first.weights, first.config, programs=first.programs)
+        source = Prefiller(other, llm.engine.plan, llm.engine.config.shards)
+        engine = Engine(
+            llm.engine.model, llm.engine.weights, llm.engine.config, programs=llm.engine.programs, source=source
+        )
+        yield engine, source
+        source.settle()
+        source._thread.run(lambda: True)  # what was posted
+        source.engine.scheduler.pages[0].forget()
+        assert_accounted(source.engine)
+        assert not source._handed
+        assert not source._waiting
+
+    return build
+
+
+def jobs() -> list[tuple[list[int], int, Any]]:
+    """Prompts that end before, at and behind a page's end, two that begin alike, and one shorter than a page."""
+    beginnings = [prompt_of(40, 0, 3), prompt_of(40, 1, 7)]
+    return [
+        (prompt, 9, SAMPLED if i % 2 else GREEDY)
+        for i, prompt in enumerate([*random_prompts([32, 33, 48, 15, 17], seed=8), *beginnings])
+    ]
+
+
+@pytest.mark.parametrize("kind", [KIND, pytest.param("minicpm3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room", [1, 1 << 30])
+def test_tokens_are_those_of_one_engine(kind, room, apart, alone, monkeypatch):
+    """With NaN in all free pages; a second time the pages are in the cache of the engine that decodes."""
+    monkeypatch.setattr(prefiller, "_MOST_BYTES", room)
+    with apart(kind) as (engine, source):
+        poison(engine)
+        poison(source.engine)
+        for _ in range(2):
+            sequences = [sequence(prompt, count, params) for prompt, count, params in jobs()]
+            expected = [alone(kind, prompt, count, params) for prompt, count, params in jobs()]
+            assert run(engine, sequences) == expected
+        assert engine.source.hit_tokens["prefill"] >= 6 * 16
+        assert engine.scheduler.preemptions
+
+
+def test_what_was_computed_for_others_counts_as_cached(apart):
+    with apart(KIND) as (engine, source):
+        first, again, longer = (sequence(prompt_of(40, 0, length), 2) for length in (3, 3, 30))
+        run(engine, [first])
+        assert (first.cached, source.hit_tokens["prefill"]) == (0, 32)
+        engine._forget_pages()
+        run(engine, [again])  # of the second page's last 8 tokens, the engine that prefills computed the last one again
+        assert (again.cached, source.hit_tokens["prefill"]) == (24, 64)
+        run(engine, [longer])
+        assert longer.cached == 40
+        engine.count_pages()
+        assert engine.stats.handed_tokens == source.hit_tokens["prefill"]
+
+
+def test_what_fails_is_prefilled_beside_decoding(apart, alone, monkeypatch, caplog):
+    with apart(KIND) as (engine, source):
+
+        def fail(*_, **__):
+            raise ValueError("broken")
+
+        monkeypatch.setattr(source.engine, "_send", fail)
+        prompts = random_prompts([40, 50], seed=9)
+        assert run(engine, [sequence(p, 5) for p in prompts]) == [alone(KIND, p, 5) for p in prompts]
+        assert "the devices that prefill failed: broken" in caplog.text
+        monkeypatch.undo()
+        assert run(engine, [sequence(prompts[0] + [5] * 16, 5)]) == [alone(KIND, prompts[0] + [5] * 16, 5)]
+        assert source.hit_tokens["prefill"]
+
+
+def test_sequences_that_are_cancelled_leave_nothing(apart, alone):
+    with apart(KIND) as (engine, source):
+        *others, last = (sequence(p, 5) for p in random_prompts([60] * 5, seed=10))
+        for s in (*others, last):
+            engine.add(s)
+        engine.advance()
+        for s in others:
+            engine.cancel(s)
+        assert run(engine, []) == []
+        assert last.tokens == alone(KIND, last.prompt, 5)
+        assert source.hit_tokens["prefill"] < 5 * 48
+
+
+def test_an_llm_warms_up_sleeps_and_forgets(checkpoint):
+    path, prompts = checkpoint("llama"), random_prompts([40, 20, 70], seed=11)
+    expected = [x.outputs[0].token_ids for x in build_llm(path, LEAST).generate(prompts, GREEDY)]
+    llm = build_llm(path, LEAST, prefill_devices=[3])
+    count = llm.warmup(["greedy"])
+    assert count > len(llm.engine.source.keys) > 0
+    before = compilations()
+    for change in (lambda: None, llm.reset_prefix_cache, lambda: (llm.sleep(), llm.wake())):
+        change()
+        assert [x.outputs[0].token_ids for x in llm.generate(prompts, GREEDY)] == expected
+    assert compilations() == before
+    assert llm.stats.handed_tokens == 3 * (32 + 16 + 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"parallel": "tp=2"}, {"speculation": "ngram:3"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_kinds_of_engines(options, checkpoint):
+    path, prompts = checkpoint("llama"), random_prompts([40, 20, 70], seed=11)
+    devices = jax.devices()[4:6] if "parallel" in options else [jax.devices()[1]]
+    outputs = []
+    for more in ({}, {"prefill_devices": devices}):
+        llm = build_llm(path, LEAST, **options, **more)
+        outputs.append([x.outputs[0].token_ids for x in llm.generate(prompts, GREEDY)])
+    assert outputs[0] == outputs[1]
+    assert llm.stats.handed_tokens == 32 + 16 + 64
+
+
+def test_what_is_refused(llama, llm_of):
+    def check(llm: LLM, devices: Any, **options: Any) -> None:
+        check_prefilling(devices, llm.engine.programs, llm.config, compiled=False, **options)
+
+    for devices, message in (
+        ([], r"are devices, such as jax.devices\(\)\[4:\], or their numbers, got \[\]"),
+        (4, "or their numbers, got 4"),
+        ([8], "has 8, and JAX has devices 0 to 7"),
+        ([0], "which decodes: give other devices"),
+        ([1, 2], "as many as those that decode, 1, all different, got 2"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"prefill_devices.*{message}"):
+            check(llama, devices)
+    with pytest.raises(ConfigurationError, match="hand over whole pages, and layers have a ring or a state"):
+        check(llm_of("qwen3_5_text"), [1])
+    with pytest.raises(ConfigurationError, match="leave artifacts out"):
+        check_prefilling([1], llama.engine.programs, llama.config, compiled=True)
+    for options, message in (
+        ({"prefix_caching": False}, "prompts share, and prefix_caching is False"),
+        ({"host_cache": "1GiB"}, "leave host_cache and disk_cache out"),
+        ({"expert_load": True}, "leave expert_load out"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            check_prefilling([1], llama.engine.programs, replace(llama.config, **options), compiled=False)
