@@ -6,7 +6,8 @@
 A row is what `inferlib eval` says of a format against float32, on the first --tokens tokens of a text (by default
 LICENSE, which nobody edits) in windows of --window. "KL" is the mean Kullback-Leibler divergence of the format's
 next-token distribution from that of float32, in nats: it shows differences that are lost in the noise of a perplexity
-on a short text. Formats "kv int8" and "kv fp8" are of the cache alone.
+on a short text. Formats "kv int8", "kv fp8" and "kv int4" are of the
+cache alone.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ class KvCache:
     """Keys and values of one layer.
 
     k, v: [N, K, S, h]: N pages of S slots for K KV heads; or [L, N, K, S, h], a stack of layers of which `layer` is
-    read. v None: a cell is key and value at once, for queries and outputs of the cell's size. k_scales, v_scales
-    [N, K, S] or [L, N, K, S] float32, both or neither: they multiply k and v, which are int8 or float8_e4m3fn.
-    pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. ring:
-    position p lives in slot p mod S of its one page, or of all its pages. limit (static): no position reaches it, so
-    the slots beyond are not read.
+    read. v None: a cell is key and value at once, for queries and outputs of the cell's size. k_scales, v_scales [N, K,
+    S] or [L, N, K, S] float32, both or neither: they multiply k and v, which are int8 or float8_e4m3fn. k and v of
+    uint8 are bytes of packed cells, see `inferlib.ops.int4_cells`. pages [B, M] int32: position p of row b is in page
+    pages[b, p // S]; without, row b's cache is page b. ring: position p lives in slot p mod S of its one page, or of
+    all its pages. limit (static): no position reaches it, so the slots beyond are not read.
     """
 
     k: jax.Array
@@ -83,6 +83,10 @@ class KvCache:
     @property
     def scaled(self) -> bool:
         return self.k_scales is not None
+
+    @property
+    def packed(self) -> bool:
+        return self.k.dtype == jnp.uint8
 
     @property
     def slots(self) -> int:

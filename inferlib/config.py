@@ -19,6 +19,7 @@ from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
+from inferlib.ops import int4_cells
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import SCHEMES
@@ -35,7 +36,8 @@ T = TypeVar("T")
 DTYPES = ("float32", "bfloat16", "float16")
 PLATFORMS = ("cpu", "gpu", "tpu", "neuron")
 # Quantized types that the cache can store keys and values in.
-KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
+# What a cache's values are stored as, by the names that users write.
+KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")} | {"int4": int4_cells.DTYPE}
 # The platform that each kind of kernel runs on; a CPU interprets all of them.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Rows, and most positions of a sequence, by default. On a CPU, where each row takes its time, they are modest.
@@ -385,7 +387,8 @@ class EngineConfig:
     in_flight: dispatches that the host sends ahead of the results it has seen.
     scan: repeating layers are stacked and scanned instead of unrolled.
     free_layouts: the compiler chooses how weights lie in memory.
-    kv_cache_dtype: "int8" or "fp8" with one scale per position and head; None for the model's dtype.
+    kv_cache_dtype: "int8" or "fp8" with one scale per position and head, or "int4" values of 4 bits and
+    keys of 6; None for the model's dtype.
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
     cascade: decode steps of eight rows and more may read a prefix that rows share once, by programs of their own.
@@ -712,8 +715,8 @@ class EngineOptions:
     max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
         on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.
     buckets: static shapes to compile for; by default powers of four.
-    kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head; by default they have
-        the model's dtype.
+    kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head, "int4" rotated values
+        of 4 bits and keys of 6; by default they have the model's dtype.
     backend: "auto" runs the platform's kernels wherever they support the model; "xla" runs none of them;
         "decode_attention=xla,matmul=xla" leaves these operations (of `OPERATIONS`) to XLA; a `Backend` is taken as it
         is. By default "auto".
@@ -1044,11 +1047,12 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
     # Prefill expands the latents of the whole bucket.
     if any(isinstance(layer.attention, MlaSpec) for layer in model.layers):
         return False
-    scaled = kv_cache_dtype is not None
+    packed = kv_cache_dtype == "int4"
+    scaled = kv_cache_dtype is not None and not packed
     # A layer with a window or chunks stores a ring and reads all of it, whatever the bucket.
     mixers = [layer.attention for layer in model.layers]
     return all(
-        mixer.reach or not choose_attention(mixer, "decode_attention", backend, scaled=scaled).reason
+        mixer.reach or not choose_attention(mixer, "decode_attention", backend, scaled=scaled, packed=packed).reason
         for mixer in mixers
     )
 

@@ -1,6 +1,6 @@
 """The cache as a plan: the arrays of every block. Attention has keys and values, or latents and rotary keys (MLA), in
-int8 or fp8 with scales beside them, one for each position and head, made when the cell is written. Recurrent layers
-have each row's state.
+int8 or fp8 with scales beside them, one for each position and head, made when the cell is written; or in four bits,
+each cell bytes (see `inferlib.ops.int4_cells`). Recurrent layers have each row's state.
 
 The cache of attention is a pool of pages of S positions for all rows of a replica, arrays [pages, K, S, h]. A table
 says where the pages of each row lie, the same in all layers. Layers with a sliding window or chunks keep a ring for
@@ -27,6 +27,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.recurrent import Recurrent
+from inferlib.ops import int4_cells
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.programs.start_functions import run
@@ -103,12 +104,12 @@ class BlockCache:
     """The cache of a block of attention: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if it is scanned
     or looped.
 
-    ring: N rows have a ring each; otherwise there are N pages. dtype: of the values; scaled: each array has scales
-    [N, K, S] or [L, N, K, S]. latent: the arrays are latents and rotary keys of MLA, which may be folded (see
-    `inferlib.ops.cache_write`). Otherwise two arrays are keys and values, and of a single array each cell is a key
-    followed by its value. shared: the block's layers attend to another block's arrays; the shapes are those that it
-    would have. block: positions of the blocks of which there are summaries beside the cells (see
-    `inferlib.ops.selected_pages`); None: there are none.
+    ring: N rows have a ring each; otherwise there are N pages. dtype: of the values; uint8: cells are packed, and
+    `shapes` are those of the numbers in them. scaled: each array has scales [N, K, S] or [L, N, K, S]. latent: the
+    arrays are latents and rotary keys of MLA, which may be folded (see `inferlib.ops.cache_write`). Otherwise two
+    arrays are keys and values, and of a single array each cell is a key followed by its value. shared: the block's
+    layers attend to another block's arrays; the shapes are those that it would have. block: positions of the blocks of
+    which there are summaries beside the cells (see `inferlib.ops.selected_pages`); None: there are none.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -131,10 +132,23 @@ class BlockCache:
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
         """The arrays of values, then, if `scaled`, their scales, then summaries: this block's or those it shares."""
-        pairs = zip(self.shapes, self.folds, strict=True)
+        pairs = zip(self._stored, self.folds, strict=True)
         values = tuple(CacheArray(shape, self.axes, self.dtype, fold) for shape, fold in pairs)
         scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
         return values + (scales if self.scaled else ()) + self.summaries
+
+    @property
+    def packed(self) -> bool:
+        """True if cells are bytes, of some bits for each number."""
+        return self.dtype == int4_cells.DTYPE
+
+    @property
+    def _stored(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes with cells as they are stored."""
+        if not self.packed:
+            return self.shapes
+        pairs = zip(self.shapes, (int4_cells.KEYS, int4_cells.VALUES), strict=True)
+        return tuple((*shape[:-1], cells.nbytes(shape[-1])) for shape, cells in pairs)
 
     @property
     def summaries(self) -> tuple[CacheArray, ...]:
@@ -143,7 +157,7 @@ class BlockCache:
             return ()
         *lead, heads, slots, size = self.shapes[0]
         *names, of_heads, positions, _ = self.axes
-        dtype = _SCALES if self.scaled else self.dtype
+        dtype = _SCALES if self.scaled or self.packed else self.dtype
         shape = (*lead, slots // self.block, heads, 2 * size)
         return (CacheArray(shape, (*names, positions, of_heads, None), dtype, self.block),)
 
@@ -322,14 +336,14 @@ def plan_cache(
     cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, for blocks that no page divides
     into, and for a model that drafts and has rings or states.
     """
-    scaled = dtype in KV_CACHE_DTYPES
-    if scaled and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
+    named = dtype if dtype in KV_CACHE_DTYPES else None
+    if named and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
         raise ConfigurationError(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
-    dtype, shards = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), model.layout.shards
-    kinds = [_Kind(model, platform, scaled=scaled, selection=pool.selection)]
-    kinds += [] if drafting is None else [_Kind(drafting, platform, scaled=scaled)]
+    dtype, shards = KV_CACHE_DTYPES[named] if named else np.dtype(dtype), model.layout.shards
+    kinds = [_Kind(model, platform, named, selection=pool.selection)]
+    kinds += [] if drafting is None else [_Kind(drafting, platform, named)]
     page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
     of_drafts = others[0] if others else ()
@@ -396,13 +410,17 @@ class _Kind:
     A TPU's memory is tiled by 128 numbers. Cells on a "tpu" are multiples of that: for other sizes the compiler would
     reorder the dimensions, and copy the cache at every step. So if heads have another size, mostly 64, one cell has a
     key and its value; and rotary keys of latents, of 32 or 64 numbers, are folded. A device's slots are multiples of
-    128 too, because kernels read whole tiles.
+    128 too, because kernels read whole tiles. named: of KV_CACHE_DTYPES, if the cache is quantised.
     """
 
     model: AbstractModel
     platform: str
-    scaled: bool
+    named: str | None
     selection: PageSelection | None = None
+
+    @property
+    def scaled(self) -> bool:
+        return self.named is not None and self.named != "int4"
 
     @property
     def lanes(self) -> int:
@@ -465,6 +483,8 @@ class _Kind:
     def cells(self, spec: AttentionSpec | MlaSpec, capacity: int) -> list[tuple[int, ...]]:
         """The shapes [K, S, h] of a layer's arrays, without layers and pages, with room for `capacity` positions."""
         latent, sizes, folds, lanes = isinstance(spec, MlaSpec), spec.cache_sizes, self.folds(spec), self.lanes
+        if self.named == "int4":
+            self._check_packed(spec)
         if self.platform == "tpu" and self.scaled and (latent or any(size % lanes for size in sizes)):
             what = "latent attention" if latent else f"attention with heads of {spec.head_dim}"
             raise ConfigurationError(
@@ -477,6 +497,16 @@ class _Kind:
         slots, heads = layout.positions(capacity, lanes * max(folds)), layout.cache_heads(spec)
         pairs = zip(sizes, folds, strict=True)
         return [(heads, slots // fold, -(-size * fold // lanes) * lanes) for size, fold in pairs]
+
+    def _check_packed(self, spec: AttentionSpec | MlaSpec) -> None:
+        """Raise ConfigurationError for cells that cannot have four bits."""
+        why = next((why for size in spec.cache_sizes if (why := int4_cells.unsupported(size))), None)
+        if isinstance(spec, MlaSpec):
+            why = "latent attention keeps latents, which have no heads to rotate"
+        elif self.platform == "tpu":
+            why = "no kernel for TPUs reads such cells"
+        if why:
+            raise ConfigurationError(f"kv_cache_dtype 'int4' is not for this model: {why}; take int8, or leave it out")
 
 
 def _states(model: AbstractModel, spec: Recurrent, rows: tuple[int, ...]) -> BlockState:

@@ -55,7 +55,7 @@ def plan(
         comes first, and `PlanResult.meets_slo` is False.
     quantization: formats of the weights to rank, with commas between them ("none" is bfloat16); by default as the model
         is shipped, or "none,int8".
-    kv_cache_dtype: "int8" or "fp8"; by default bfloat16.
+    kv_cache_dtype: "int8", "fp8" or "int4"; by default bfloat16.
     revision: branch, tag or commit of a model of the hub.
     drafts: of speculative decoding, such as `Drafts(Speculation("ngram", 7), acceptance=0.7)`; each plan takes as many
         as pay.

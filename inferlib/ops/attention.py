@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.attention_values import AttentionOptions
+from inferlib.ops.int4_cells import decoded_keys, decoded_values
 from inferlib.ops.matmul import precision_of
 
 
@@ -47,7 +48,7 @@ def masked_attention(
     rotary: tuple[jax.Array, jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool, which includes
-    the window. Values may differ from keys in size.
+    the window. Values may differ from keys in size. Both may be packed cells, see `inferlib.ops.int4_cells`.
 
     scales: scales of keys and of values, [B, K, S] float32 each, which multiply k and v; they are folded into logits
     and probabilities. rotary: a part of q and of k that is stored apart, and its scales or None. Returns out [B, C, K,
@@ -56,6 +57,7 @@ def masked_attention(
     does not.
     """
     b, c, k_heads, g, _ = q.shape
+    k, v = decoded_keys(k, q.dtype), decoded_values(v, q.dtype)
     highest, slots = precision_of(q.dtype), k.shape[2]
     scale, softcap, sinks = options.scale, options.softcap, options.sinks
     k_scales, v_scales = scales or (None, None)

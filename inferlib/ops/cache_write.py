@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops import int4_cells
 from inferlib.ops.choice import Choice
 from inferlib.ops.quantized import Scheme, quantize
 
@@ -23,7 +24,11 @@ ROWS = 128  # rows of a folded cache whose first parts are consecutive positions
 
 def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]:
     """What a cache of this dtype stores of `new`, [T, K, h] each: the same arrays, or, if the cache is scaled, their
-    quantised values followed by the scales [T, K] of each."""
+    quantised values followed by the scales [T, K] of each; or of keys and values packed cells (see
+    `inferlib.ops.int4_cells`)."""
+    if dtype == int4_cells.DTYPE:
+        keys, values = new
+        return [int4_cells.KEYS.encode(keys), int4_cells.VALUES.encode(values)]
     if not scaled:
         return list(new)
     quantized = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]

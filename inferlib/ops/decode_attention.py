@@ -13,6 +13,7 @@ from jax import lax
 from inferlib.ops.attention import AttentionOptions, masked_attention, merge_attention, slot_positions, visible
 from inferlib.ops.cache_write import cache_write, rounded
 from inferlib.ops.choice import Choice
+from inferlib.ops.int4_cells import VALUES
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages, shape_of
 
 Cache = TypeVar("Cache", KvCache, LatentCache)
@@ -38,6 +39,8 @@ def choose(
 
 
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) -> str | None:
+    if cache.packed:
+        return "a cache of int4"
     if cache.scaled and backend != "pallas_tpu":
         return "a cache of int8 or fp8"
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
@@ -82,12 +85,14 @@ def decode_attention(
     up to its own; without, all. Draft trees are verified with it: a token sees its ancestors. Slots that no query sees
     may hold anything, NaN included.
     backend: "xla"; "nki" for Trainium and "pallas_gpu", without scales or a mask; "pallas_tpu". Those in Pallas are
-    interpreted on CPU. All but "xla" read live positions only.
+    interpreted on CPU. All but "xla" read live positions only. Packed cells are read by "xla" alone.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """
     if backend != "xla" and isinstance(options.window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
+    if backend != "xla" and cache.packed:
+        raise ValueError(f"backend {backend!r} takes no packed cells; use xla")
     if backend not in ("xla", "pallas_tpu") and (cache.scaled or mask is not None):
         lacking = "scales of keys and values" if cache.scaled else "mask of new tokens"
         raise ValueError(f"backend {backend!r} takes no {lacking}; use xla")
@@ -193,7 +198,8 @@ def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int
         out, lse = (jnp.stack(pair) for pair in zip(carry, part, strict=True))
         return merge_attention(out, lse)
 
-    shape = (*q.shape[:-1], cache.values.shape[-1])
+    width = cache.values.shape[-1]
+    shape = (*q.shape[:-1], VALUES.size(width) if cache.packed else width)
     nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
     out, lse = lax.fori_loop(0, -(-jnp.max(lengths) // (block * size)), body, nothing)
     out, lse = merge_attention(out[None], lse[None], sinks=options.sinks)

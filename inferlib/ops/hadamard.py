@@ -17,8 +17,9 @@ from jax import lax
 _MOST = 128  # the largest factor that is multiplied at once: as wide as matrix units are
 
 
-def rotated(x: jax.Array, size: int) -> jax.Array:
-    """x [..., I] with each `size` consecutive numbers multiplied by `rotation_matrix(size)`, of x's dtype.
+def rotated(x: jax.Array, size: int, *, back: bool = False) -> jax.Array:
+    """x [..., I] with each `size` consecutive numbers multiplied by `rotation_matrix(size)`, of x's dtype. back: by its
+    transpose, which undoes that.
 
     The fast Walsh-Hadamard transform by its Kronecker factors: one small product for each, of +-1, which half precision
     has exactly. The rotation of W rows that undoes it makes the product x W what it was.
@@ -29,7 +30,7 @@ def rotated(x: jax.Array, size: int) -> jax.Array:
         rest = math.prod(factors[number + 1 :])
         x = x.reshape(-1, order, rest) if rest > 1 else x.reshape(-1, order)
         matrix = jnp.asarray(hadamard(order), x.dtype)
-        dimensions = (((1,), (0,)), ((), ()))
+        dimensions = (((1,), (1 if back else 0,)), ((), ()))
         y = lax.dot_general(x, matrix, dimensions, precision, preferred_element_type=jnp.float32)
         y = (y * order**-0.5).astype(x.dtype)
         x = jnp.swapaxes(y, 1, 2) if rest > 1 else y

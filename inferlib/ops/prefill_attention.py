@@ -58,6 +58,8 @@ def choose(
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, listed: BlockList | None) -> str | None:
     if listed is not None and backend != "pallas_tpu":
         return "lists of blocks"
+    if cache.packed:
+        return "a cache of int4"
     if cache.scaled and backend != "pallas_tpu":
         return "a cache of int8 or fp8"
     if backend == "pallas_gpu":
@@ -102,10 +104,12 @@ def prefill_attention(
     options.window: one for all queries, or [P, C] of each, which only "xla" and "pallas_gpu" take. listed: a query sees
     no position outside these blocks; "xla" and "pallas_tpu" take them.
     backend: "xla"; "nki" for the Trainium kernel (no scales); "pallas_gpu" (no scales, half precision)
-    and "pallas_tpu", which read only blocks that are seen, and are interpreted on CPU.
+    and "pallas_tpu", which read only blocks that are seen, and are interpreted on CPU. "xla" alone reads packed cells.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for what the backend does not
     take.
     """
+    if backend != "xla" and cache.packed:
+        raise ValueError(f"backend {backend!r} takes no packed cells; use xla")
     if backend in ("nki", "pallas_gpu") and (cache.scaled or listed is not None):
         lacking = "scales of keys and values" if cache.scaled else "list of blocks"
         raise ValueError(f"backend {backend!r} takes no {lacking}; use xla")

@@ -28,6 +28,7 @@ def choose(cache: KvCache, backend: str, *, unfit: str = "") -> Choice:
         "a stacked cache": cache.layer is not None,
         "keys and values in one cell": cache.v is None,
         "a cache of int8 or fp8": cache.scaled,
+        "a cache of int4": cache.packed,
     }
     return Choice.of(backend, next((reason for reason, holds in reasons.items() if reason and holds), None))
 

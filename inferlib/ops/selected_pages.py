@@ -27,6 +27,7 @@ from inferlib.ops.attention import merge_attention
 from inferlib.ops.choice import Choice
 from inferlib.ops.decode_attention import IN_PLACE, decode_attention, write_new
 from inferlib.ops.decode_attention import choose as choose_decode
+from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.matmul import precision_of
 
 METHODS = ("quest",)
@@ -141,8 +142,8 @@ def write_summaries(
     """The summaries [N, n, K, 2 * h], or [L, N, ...], with those of block places[u] of page pages[u], [U] int32 each,
     by the keys that are in the cache now; so a summary does not depend on what a page had before.
 
-    keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised. Pages that do not exist are
-    dropped; all are distinct.
+    keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised; or packed. Pages that do not
+    exist are dropped; all are distinct.
     """
     count, blocks = summaries.shape[-4:-2]
 
@@ -153,7 +154,7 @@ def write_summaries(
         at = (jnp.minimum(pages, count - 1), slice(None), places)
         return x.at[at if layer is None else (layer, *at)].get(mode="clip")
 
-    new = cells(keys[0], 1)
+    new = decoded_keys(cells(keys[0], 1), summaries.dtype)
     if len(keys) > 1:
         new = new.astype(jnp.float32) * cells(keys[1], 0)[..., None]
     at = (pages, places) if layer is None else (layer, pages, places)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
+from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.kv_cache import cells_of_rows
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.prefill_attention import BlockList
@@ -177,7 +178,7 @@ def _tiles(q: jax.Array, cache: KvCache, rows: jax.Array, positions: jax.Array, 
     q = _padded(q, 1, count * tile).reshape(chunks, count, tile, *q.shape[2:])
     first = positions[:, ::tile]
     last = jnp.minimum(first + tile, ends[:, None]) - 1
-    keys = cells_of_rows(cache, cache.k, rows)
+    keys = decoded_keys(cells_of_rows(cache, cache.k, rows), q.dtype)
     if cache.k_scales is not None:
         keys = keys.astype(jnp.float32) * cells_of_rows(cache, cache.k_scales, rows)[..., None]
     there = jnp.arange(keys.shape[2]) < ends[:, None]

@@ -41,7 +41,7 @@ def attention_choices(
         spec = model.config.layers[layers[0]].attention
         if not isinstance(block, BlockCache) or not isinstance(spec, AttentionSpec | MlaSpec):
             continue
-        choice = choose_attention(spec, operation, config.backend, scaled=block.scaled)
+        choice = choose_attention(spec, operation, config.backend, scaled=block.scaled, packed=block.packed)
         if choice.name != "xla":
             table = _array((config.rows, plan.columns), "int32") if block.paged else None
             refusals = (sized for sized in choose(config, model, spec, block, table) if sized.reason)

@@ -41,6 +41,7 @@ from inferlib.ops import (
 )
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
+from inferlib.ops.hadamard import rotated
 from inferlib.ops.kv_cache import KvCache, NewCells
 from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
@@ -234,6 +235,8 @@ class Attention(nnx.Module):
         inputs of the output projection are split over devices, it is this device's part of h."""
         if len(cache.sizes) == 1:  # a cell is a key and a value, and the value meets zeros
             q = widened(q, cache.sizes[0])
+        if cache.packed:
+            q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
         return attend(step, step.plan(cache), new, cache)
 
@@ -388,6 +391,9 @@ class GroupedStep:
         return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
-        """Attention's output without the part of the keys, where a cell is key and value at once."""
+        """Attention's output without the part of the keys, where a cell is key and value at once; rotated back, where
+        values are rotated."""
         spec = self.spec
+        if cache.packed:
+            return rotated(out, out.shape[-1], back=True), lse
         return out if len(cache.sizes) > 1 else out[..., spec.head_dim : sum(spec.cache_sizes)], lse

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops import int4_cells
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
 from inferlib.ops.kv_cache import KvCache, LatentCache
 from inferlib.ops.selected_pages import write_summaries
@@ -44,7 +45,8 @@ class LayerCache:
     """arrays: keys and values, or latents and rotary keys, each [N, K, S, h], N pages or, in a ring, rows; in a scanned
     segment [L, N, K, S, h] with `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see
     `inferlib.ops.cache_write`). Where keys and values are one array, a cell holds a key, its value behind it, and
-    padding. Quantised arrays are followed by their scales, each [N, K, S] or [L, N, K, S].
+    padding. Quantised arrays are followed by their scales, each [N, K, S] or [L, N, K, S]; or they are of packed cells
+    (see `inferlib.ops.int4_cells`), of heads that are rotated.
 
     A layer that shares another layer's cache gets the arrays of that layer.
 
@@ -76,8 +78,15 @@ class LayerCache:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The size of a cell, h, in each array but the scales."""
+        if self.packed:
+            pairs = zip(self.arrays, (int4_cells.KEYS, int4_cells.VALUES), strict=True)
+            return tuple(cells.size(x.shape[-1]) for x, cells in pairs)
         pairs = zip(self.arrays, self.folds, strict=True)
         return tuple(x.shape[-1] // fold for x, fold in pairs if x.ndim == self.arrays[0].ndim)
+
+    @property
+    def packed(self) -> bool:
+        return self.arrays[0].dtype == int4_cells.DTYPE
 
     @property
     def pages(self) -> int:

@@ -73,7 +73,7 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
     return [s.tokens for s in sequences]
 
 
-OPTIONS = [{}, {"parallel": "dp=2,tp=2"}, {"scan": True, "kv_cache_dtype": "int8"}]
+OPTIONS = [{}, {"parallel": "dp=2,tp=2"}, {"scan": True, "kv_cache_dtype": "int4"}]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from inferlib.deploy.explain import explain
 from inferlib.engine.engine import Engine
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops import selected_pages
+from inferlib.ops.int4_cells import decoded_keys
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism
@@ -39,7 +40,7 @@ PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 15, 16, 17, 23, 24, 2
 # How each kind of cache is stacked and stored; layers without selection are beside some.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama int8": {"scan": True, "kv_cache_dtype": "int8"},
+    "llama int4": {"scan": True, "kv_cache_dtype": "int4"},
     "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((16,), (4,), (96,), tile=8)},
     "gemma3n_text": {"scan": True},  # layers that read the cache of another
     "gpt_oss": {},  # rings, and sinks
@@ -65,7 +66,7 @@ def assert_summaries(engine: Engine) -> None:
     for block, cache in zip(engine.plan.blocks, engine.plan.view(engine.cache), strict=True):
         if cache.summaries is None:
             continue
-        size, (keys, *others) = block.block, [np.asarray(x, np.float32) for x in cache.arrays]
+        size, (keys, *others) = block.block, [np.asarray(decoded_keys(x, np.float32), np.float32) for x in cache.arrays]
         if block.scaled:
             keys = keys * others[1][..., None]
         keys, summaries = (x if x.ndim == n + 1 else x[None] for x, n in ((keys, 4), (np.asarray(cache.summaries), 4)))
@@ -80,7 +81,7 @@ def assert_summaries(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "llama int8") else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "llama int4") else pytest.mark.slow) for kind in KINDS]
 )
 def test_rows_are_what_they_are_alone(kind, selecting):
     """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles."""
@@ -117,7 +118,7 @@ def test_what_is_read_whole_is_read_in_full(checkpoint):
     assert not np.allclose(selected[same + 2 :], expected[same + 2 :], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("llama int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("llama int4", marks=pytest.mark.slow)])
 def test_pages_that_are_copied_evicted_and_given_away(kind, selecting, checkpoint):
     """Parts of pages are taken, sequences are preempted; summaries are of the cells that are there."""
     options = {"buckets": BUCKETS, "attention_pages": PAGES, "decode_steps": 4, **KINDS[kind]}

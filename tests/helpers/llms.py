@@ -20,6 +20,7 @@ import pytest
 from inferlib import LLM, BeamSearchParams, Buckets
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
+from inferlib.ops.hadamard import rotation_matrix
 from inferlib.outputs import RequestOutput
 from tests.helpers.tokenizer import VOCAB
 
@@ -128,7 +129,8 @@ def reference(path: Path, tokens: list[int], kv_cache_dtype: str | None = None) 
 
     class Rounded(DynamicCache):
         def update(self, *pair, **kwargs):
-            keys, values = (torch.from_numpy(_rounded(x.numpy(), kv_cache_dtype)) for x in pair[:2])
+            pair_of = zip(pair[:2], ("k", "v"), strict=True)
+            keys, values = (torch.from_numpy(_rounded(x.numpy(), kv_cache_dtype, which)) for x, which in pair_of)
             return super().update(keys, values, *pair[2:], **kwargs)
 
     model = _reference_model(path)
@@ -173,13 +175,27 @@ def reference_beams(
     return list(zip(tokens, output.sequences_scores.tolist(), strict=True))
 
 
-def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """`x` [..., h] rounded to a dtype with one scale per head."""
+def _rounded(x: np.ndarray, dtype: str, which: str) -> np.ndarray:
+    """`x` [..., h] rounded to a dtype with one scale per head; for int4 rotated, and keys ("k") in six bits."""
+    if dtype == "int4":
+        turn = rotation_matrix(x.shape[-1])
+        return (rounded_cells(x @ turn, which) @ turn.T).astype(np.float32)
     most = 127 if dtype == "int8" else 448
     scales = np.abs(x).max(-1, keepdims=True) / np.float32(most)
     values = x / np.where(scales == 0, 1, scales)
     values = np.rint(values) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return values * scales
+
+
+def rounded_cells(x: np.ndarray, which: str) -> np.ndarray:
+    """Keys ("k") or values ("v") [..., h] as packed cells have them (see `inferlib.ops.int4_cells`), float64."""
+    groups, most = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 8), 32 if which == "k" else 8
+    largest = np.abs(groups).max(-1, keepdims=True)
+    top = largest.max(-2, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+    steps = np.clip(np.ceil(largest / np.where(top == 0, 1, top) * 255), 0, 255) / 255
+    steps = (1 if which == "k" else steps) * top / (most - 0.5)
+    numbers = np.clip(np.floor(groups / np.where(steps == 0, 1, steps)), -most, most - 1) + 0.5
+    return (numbers * steps).reshape(x.shape)
 
 
 def assert_greedy(path: Path, prompt: list[int], tokens: list[int]) -> None:

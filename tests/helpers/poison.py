@@ -171,6 +171,7 @@ def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]])
         if axes.POSITIONS not in names:
             cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
+        bad = 255 if array.dtype == jnp.uint8 else bad  # a packed cell whose largest magnitude is NaN
         spoiled.append(_where(cells, array, bad))
     return tuple(spoiled)
 

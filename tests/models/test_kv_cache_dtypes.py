@@ -1,5 +1,5 @@
-"""Caches of int8 and fp8 in whole models: against transformers with a cache that rounds alike, and what they take.
-About 40 s."""
+"""Caches of int8, fp8 and int4 in whole models: against transformers with a cache that rounds alike, and what they
+take. About 40 s."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import parse_target
-from tests.helpers.llms import assert_decoded, assert_rounded, random_prompts, reference
+from tests.helpers.llms import assert_decoded, assert_rounded, new_engine, random_prompts, reference
+from tests.helpers.poison import tokens_of
 
 BUCKETS = Buckets((8, 16), (2,), (64,))
 
@@ -32,7 +33,8 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
 @pytest.mark.parametrize(
     ("family", "dtype", "scan"),
     [
-        *(("gemma2", "int8", False), ("ministral", "fp8", True)),
+        *(("gemma2", "int8", False), ("ministral", "int4", True)),
+        pytest.param("ministral", "fp8", True, marks=pytest.mark.slow),
         pytest.param("kimi_linear", "int8", False, marks=pytest.mark.slow),
     ],
 )
@@ -49,7 +51,8 @@ def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint
 @pytest.mark.parametrize(
     ("family", "dtype", "parallel"),
     [
-        ("llama", "int8", "cp=2,tp=2"),
+        ("llama", "int4", "cp=2,tp=2"),
+        pytest.param("llama", "int8", "cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma2", "fp8", "cp=4,rules=helix", marks=pytest.mark.slow),
         pytest.param("minicpm3", "int8", "cp=2,dp=2", marks=pytest.mark.slow),
     ],
@@ -101,8 +104,11 @@ def test_the_cost_model_and_explain_count_them():
         "cache scales": (2, 2, 32),
     }
     assert sum(p.nbytes for p in explained.cache) == plan.nbytes // 8
-    with pytest.raises(ConfigurationError, match="kv_cache_dtype 'int4' is not supported; choose one of int8, fp8"):
-        dataclasses.replace(dense, kv_cache_dtype="int4")
+    with pytest.raises(ConfigurationError, match="'int3' is not supported; choose one of int8, fp8, int4"):
+        dataclasses.replace(dense, kv_cache_dtype="int3")
+    least = dataclasses.replace(made, target=parse_target("h100-8"), kv_cache_dtype="int4")
+    assert least.blocks[0].cached == 2 * ((96 + 2) + (64 + 16 + 2))
+    assert least.memory(8, 4096, 512).cache * 512 == dense.memory(8, 4096, 512).cache * 180
 
 
 def test_deployments_say_it(checkpoint):
@@ -118,9 +124,9 @@ def test_commands_take_it():
     run = CliRunner().invoke
     shown = [
         json.loads(run(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)["cache_bytes"]["bfloat16"]
-        for more in ([], ["--kv-cache-dtype", "int8"])
+        for more in ([], ["--kv-cache-dtype", "int8"], ["--kv-cache-dtype", "int4"])
     ]
-    assert [x["per_token"] for x in shown] == [32 * 8 * 2 * 128 * 2, 32 * 8 * 2 * (128 + 4)]
+    assert [x["per_token"] for x in shown] == [32 * 8 * size for size in (128 * 4, 2 * (128 + 4), 96 + 2 + 64 + 16 + 2)]
     arguments = ["plan", "--config", "llama3-8b", "--target", "v6e-1", "--input-len", "8192", "--concurrency", "16"]
     dense, less = (
         json.loads(run(app, [*arguments, "--json", *more]).stdout)["best"] for more in ([], ["--kv-cache-dtype", "fp8"])
@@ -141,15 +147,35 @@ def test_what_cannot_be_is_named(checkpoint):
     made = Deployed(latents, parse_target("v6e-1"), Parallelism(), kv_cache_dtype="int8")
     with pytest.raises(ConfigurationError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
         made.memory(1, 64, 16)
+    with pytest.raises(ConfigurationError, match=r"'int4' is not for this model: latent attention .* take int8"):
+        plan_cache(abstract_model(latents, "float32"), rows=1, max_len=64, chunk=8, dtype="int4")
     small = dataclasses.replace(made, config=config_from_hf(configs.load("llama3-1b")))
     with pytest.raises(ConfigurationError, match=r"attention with heads of 64 keeps its cache .* leave kv_cache_dtype"):
         small.memory(1, 64, 16)
+    with pytest.raises(ConfigurationError, match="no kernel for TPUs reads such cells; take int8, or"):
+        dataclasses.replace(small, kv_cache_dtype="int4").memory(1, 64, 16)
+    odd = config_from_hf(configs.load("llama3-1b") | {"head_dim": 92})
+    with pytest.raises(ConfigurationError, match="heads of 92 are not split into groups of 8"):
+        plan_cache(abstract_model(odd, "float32"), rows=1, max_len=64, chunk=8, dtype="int4")
+
+
+def test_preempted_rows_of_int4_go_on_with_the_same_tokens(llm_of):
+    """Alone, together, and together in fewer pages than the rows need."""
+    llm, params = llm_of("ministral", True, "int4"), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    prompts = random_prompts([40, 30, 20, 10], seed=3)
+    alone = [tokens_of(llm, [prompt], params)[0] for prompt in prompts]
+    assert tokens_of(llm, prompts, params) == alone
+    with new_engine(llm, pages=6) as engine:
+        assert tokens_of(llm, prompts, params) == alone
+        assert engine.scheduler.preemptions
 
 
 def test_kernels_that_lack_it_are_passed_over(checkpoint, caplog):
     config = config_from_hf(json.loads((checkpoint("llama") / "config.json").read_text()))
-    ProgramSet.make(abstract_model(config, "float32"), EngineConfig.make("gpu", 2, 64, kv_cache_dtype="int8"))
+    for dtype in ("int8", "int4"):
+        ProgramSet.make(abstract_model(config, "float32"), EngineConfig.make("gpu", 2, 64, kv_cache_dtype=dtype))
     assert caplog.messages == [
-        f"{operation} attention in 2 of 2 layers runs in XLA, not in the GPU kernel: a cache of int8 or fp8"
+        f"{operation} attention in 2 of 2 layers runs in XLA, not in the GPU kernel: a cache of {stored}"
+        for stored in ("int8 or fp8", "int4")
         for operation in ("decode", "prefill")
     ]

@@ -22,11 +22,11 @@ SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.
         ("ministral", True, None, GREEDY),
         ("qwen3_moe", True, None, GREEDY),
         ("gemma2", False, "int8", GREEDY),
-        ("ministral", True, "fp8", GREEDY),
+        ("ministral", True, "int4", GREEDY),
         ("minicpm3", False, "fp8", GREEDY),
         ("small", False, None, SAMPLED),
     ],
-    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "fp8 stacked", "fp8 latents", "sampled"],
+    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "int4 stacked", "fp8 latents", "sampled"],
 )
 def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
@@ -48,7 +48,7 @@ def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
         ("ministral", True, None),
         ("qwen3_moe", True, None),
         ("gemma2", False, "int8"),
-        ("ministral", True, "fp8"),
+        ("ministral", True, "int4"),
         ("minicpm3", False, "fp8"),
     ],
 )

@@ -28,7 +28,9 @@ def test_a_rotation_multiplies_by_a_hadamard_matrix(size):
     np.testing.assert_allclose(np.abs(matrix), size**-0.5, rtol=1e-12)
     x = np.random.default_rng(size).standard_normal((ROWS, 2, 3 * size))
     expected = (x.reshape(-1, size) @ matrix).reshape(x.shape)
-    np.testing.assert_allclose(jax.jit(partial(rotated, size=size))(jnp.asarray(x, jnp.float32)), expected, atol=2e-6)
+    turned = jax.jit(partial(rotated, size=size))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(turned, expected, atol=2e-6)
+    np.testing.assert_allclose(rotated(turned, size, back=True), x, atol=4e-6)
     assert operations(size) <= 2 * size or size == 2
 
 
