@@ -113,7 +113,8 @@ class LayerFiles:
 
     def describe(self, dtype: str, config: EngineConfig) -> AbstractMtp:
         """The layer as programs of this engine take it."""
-        return abstract_mtp(self.files.target, dtype, quantization=self.quantization, shards=config.shards)
+        options: dict[str, Any] = dict(normed=self.files.names.normed, shards=config.shards)
+        return abstract_mtp(self.files.target, dtype, quantization=self.quantization, **options)
 
     def load(self, programs: ProgramSet, *, progress: bool = False) -> tuple[jax.Array, ...]:
         """The weights, which programs take behind the target's."""

@@ -60,13 +60,19 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
 
 def _match(family: Family, model: AbstractModel, present: set[str]) -> tuple[LoadItem, ...]:
     """The tensors of every weight, by the names that this checkpoint has: fused or not, with the prefix or without."""
-    layers = family.prefix.split("{i}")[0]
-    if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
-        family = replace(family, layer={**family.layer, **family.fused})
+    family = as_stored(family, present)
     items = load_items(family, model)
     if family.base and not any(name.startswith(family.base) for name in present):
         return tuple(_without(family.base, item) for item in items)
     return items
+
+
+def as_stored(family: Family, present: set[str]) -> Family:
+    """The family with the names of experts that are fused, if those of layers in this checkpoint are."""
+    layers = family.prefix.split("{i}")[0]
+    if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
+        return replace(family, layer={**family.layer, **family.fused})
+    return family
 
 
 def load_items(family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.checkpoint.eagle3 import Eagle3Files
-from inferlib.checkpoint.mtp import check_mtp
+from inferlib.checkpoint.mtp import mtp_names
 from inferlib.config import (
     DTYPES,
     Buckets,
@@ -157,7 +157,7 @@ def _draft(
         return {}
     target = of.config
     if speculation.method == "mtp":
-        check_mtp(family_of(dict(of.hf)))
+        mtp_names(family_of(dict(of.hf)))
         stored = of.quantization(quantization)
         return {dtype: abstract_mtp(target, dtype, quantization=stored).model for dtype in DTYPES}
     assert speculation.model is not None

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from inferlib.aot.verify import Check, by_compiler, candidates, deployment, programs, verify
 from inferlib.checkpoint.eagle3 import Eagle3Files
-from inferlib.checkpoint.mtp import check_mtp
+from inferlib.checkpoint.mtp import mtp_names
 from inferlib.config import ConfigurationError, brief, check_kv_cache_dtype, checked_path, speculation_option
 from inferlib.deploy import plan_text
 from inferlib.deploy.source import ModelSource, model_source
@@ -80,7 +80,7 @@ def plan(
     if drafts is not None:
         drafts.check(source.config)
         if drafts.speculation.method == "mtp":
-            check_mtp(family_of(dict(source.hf)))
+            mtp_names(family_of(dict(source.hf)))
     ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts)
     return PlanResult(source, ranking, drafts)
 

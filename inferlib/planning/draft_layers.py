@@ -8,7 +8,7 @@ from functools import cached_property
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
-from inferlib.models.mtp import abstract_mtp
+from inferlib.models.mtp import abstract_mtp, layer_like
 from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Deployed, Matrix, Memory
 from inferlib.planning.drafts import Drafts
@@ -30,7 +30,7 @@ class DeployedLayer(Deployed):
     def of(target: Deployed, head: Eagle3Config | None) -> DeployedLayer:
         """The layer on a target's mesh. Heads are not quantised."""
         config = target.config
-        one = replace(config, layers=config.layers[-1:]) if head is None else head.model
+        one = replace(config, layers=(layer_like(config),)) if head is None else head.model
         quantization = target.quantization if head is None else None
         formats = quantization, target.kv_cache_dtype
         return DeployedLayer(one, target.target, target.parallel, *formats, target_config=config, head=head)

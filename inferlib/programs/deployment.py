@@ -15,7 +15,7 @@ from typing import Any
 from jax.experimental.layout import Layout
 
 from inferlib.checkpoint.eagle3 import head_config
-from inferlib.checkpoint.mtp import check_mtp
+from inferlib.checkpoint.mtp import mtp_names
 from inferlib.config import (
     Buckets,
     ConfigurationError,
@@ -190,8 +190,8 @@ class Deployment:
         if self.draft_head is not None:
             draft = abstract_head(self.draft_head, self.dtype, shards=shards)
         if self._method == "mtp":
-            check_mtp(family_of(dict(self.hf)))
-            draft = abstract_mtp(self.model, self.dtype, quantization=self.quantization, shards=shards)
+            options: dict[str, Any] = dict(normed=mtp_names(family_of(dict(self.hf))).normed, shards=shards)
+            draft = abstract_mtp(self.model, self.dtype, quantization=self.quantization, **options)
         return ProgramSet.make(model, config, layouts, draft)
 
     def planned(self) -> ProgramSet:

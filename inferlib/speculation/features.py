@@ -62,6 +62,10 @@ class FeatureDrafter:
         """Logits [B, V] of drafts by the layer's hidden states [B, D], of this device's tokens."""
         raise NotImplementedError
 
+    def passed_on(self, tools: DraftTools, hidden: jax.Array) -> jax.Array:
+        """What a draft takes of the layer's hidden states [B, D] of the one before it."""
+        return hidden
+
     def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
         """One pass over what is pending of rows and over chunks, but for the last token of a prompt, whose next one is
         not chosen yet."""
@@ -97,7 +101,7 @@ class FeatureDrafter:
             arrays, last, drafts = carry
             token = lax.dynamic_index_in_dim(drafts, i - 1, axis=1, keepdims=False)
             batch = StepBatch.of_rows(token, jnp.where(rows.room > i, rows.lengths + i, 0))
-            last, after = self._run(tools, batch, last, with_arrays(caches, arrays))
+            last, after = self._run(tools, batch, self.passed_on(tools, last), with_arrays(caches, arrays))
             drafts = lax.dynamic_update_index_in_dim(drafts, self._chosen(tools, last, i), i, axis=1)
             return arrays_of(after), last, drafts
 

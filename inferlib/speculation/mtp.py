@@ -33,6 +33,9 @@ class MtpDrafter(FeatureDrafter):
         """The target's hidden states after its final norm."""
         return tools.target.final_norm(features[:, 0], tools.shards)
 
+    def passed_on(self, tools: DraftTools, hidden: jax.Array) -> jax.Array:
+        return tools.module.passed_on(hidden, tools.shards)
+
     def embedding(self, tools: DraftTools, context: StepContext) -> jax.Array:
         return tools.target.embedding(context)
 

@@ -25,7 +25,7 @@ class Speculation:
 
     method: "ngram", which looks for the end of a row among its own tokens; "draft", a smaller model of the same
         vocabulary; "eagle3", a head that reads the model's hidden states; "mtp", the layer for further tokens that
-        the model's own checkpoint has (DeepSeek-V3, GLM-4.5); or a `Drafter`.
+        the model's own checkpoint has (DeepSeek-V3, Qwen3-Next); or a `Drafter`.
     tokens: most tokens that are drafted for a step, 1 to 15. Programs for fewer are compiled too: see `counts`.
     model: of "draft": a model as for `LLM`; of "eagle3": the head's directory.
 

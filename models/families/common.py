@@ -113,6 +113,27 @@ class FusedExperts:
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """How checkpoints name a layer that predicts further tokens.
+
+    prefix: the beginning of its tensors' names; {layers} is the number of the model's layers. layer: behind it, the
+    beginning of those that every layer has. embedding_norm, hidden_norm, projection, norm: the modules of the others.
+    normed: see `inferlib.models.mtp`.
+    """
+
+    prefix: str
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    normed: bool = False
+
+
+MTP_BEHIND_LAST = MtpNames("model.layers.{layers}.")
+
+
+@dataclass(frozen=True)
 class Family:
     """A recipe and a name map.
 
@@ -127,6 +148,7 @@ class Family:
     stored [in, out]. sublayers: number of our layers that the checkpoint stores as one; {sub} in a module is a layer's
     number there. halves: the checkpoint stores a layer's mixer and its feed-forward as two layers. drafts: beginnings
     of the names of tensors for predicting several tokens at once, which are not read; {layers} is the number of layers.
+    mtp: of a layer among these that can draft.
     senses: beginnings of the names of tensors of images and sound, which are not read; the loader says so. text_type:
     the `model_type` of the text part, if an architecture can have several. lists: options that are one number in other
     families, but here may be a list with one for each layer.
@@ -142,6 +164,7 @@ class Family:
     fused_experts: FusedExperts = FusedExperts()
     fused: Mapping[str, str] = field(default_factory=dict)
     drafts: tuple[str, ...] = ()
+    mtp: MtpNames | None = None
     senses: tuple[str, ...] = ()
     text_type: str = ""
     computed: Mapping[str, Callable[[LayerSpec, int, int], tuple[float, ...]]] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inferlib.models.config import ConfigError, LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import (
     MOE_LAYER,
+    MTP_BEHIND_LAST,
     Family,
     Hf,
     expect,
@@ -94,6 +95,14 @@ def deepseek_v3(hf: Hf) -> ModelConfig:
 
 
 # One more layer, which predicts further tokens.
-_DRAFTS = ("model.layers.{layers}.",)
+_DRAFTS = (MTP_BEHIND_LAST.prefix,)
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), deepseek_v2, V2_DEFAULTS, LAYER_MAP)
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), deepseek_v3, V3_DEFAULTS, LAYER_MAP, drafts=_DRAFTS)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    ("DeepseekV3ForCausalLM",),
+    deepseek_v3,
+    V3_DEFAULTS,
+    LAYER_MAP,
+    drafts=_DRAFTS,
+    mtp=MTP_BEHIND_LAST,
+)

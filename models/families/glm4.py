@@ -7,6 +7,7 @@ from inferlib.models.config import LayerSpec, ModelConfig
 from inferlib.models.families.common import (
     LAYER,
     MOE_LAYER,
+    MTP_BEHIND_LAST,
     Family,
     Hf,
     attention,
@@ -80,5 +81,11 @@ def glm4_moe(hf: Hf) -> ModelConfig:
 GLM = Family("glm", ("GlmForCausalLM",), glm, DEFAULTS, LAYER_MAP)
 GLM4 = Family("glm4", ("Glm4ForCausalLM",), glm4, DEFAULTS, LAYER_MAP)
 GLM4_MOE = Family(
-    "glm4_moe", ("Glm4MoeForCausalLM",), glm4_moe, MOE_DEFAULTS, MOE_LAYER, drafts=("model.layers.{layers}.",)
+    "glm4_moe",
+    ("Glm4MoeForCausalLM",),
+    glm4_moe,
+    MOE_DEFAULTS,
+    MOE_LAYER,
+    drafts=(MTP_BEHIND_LAST.prefix,),
+    mtp=MTP_BEHIND_LAST,
 )

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from inferlib.models.config import ModelConfig
-from inferlib.models.families.common import Family, Hf, grouped_sigmoid_router, model, need, shared_and_routed
+from inferlib.models.families.common import (
+    MTP_BEHIND_LAST,
+    Family,
+    Hf,
+    grouped_sigmoid_router,
+    model,
+    need,
+    shared_and_routed,
+)
 from inferlib.models.families.deepseek import LAYER_MAP, latent_layers
 from inferlib.models.families.latent import latent_attention
 
@@ -44,5 +52,6 @@ GLM4_MOE_LITE = Family(
     glm4_moe_lite,
     DEFAULTS,
     LAYER_MAP,
-    drafts=("model.layers.{layers}.",),
+    drafts=(MTP_BEHIND_LAST.prefix,),
+    mtp=MTP_BEHIND_LAST,
 )

@@ -8,6 +8,7 @@ from inferlib.models.families.common import (
     LAYER,
     Family,
     Hf,
+    MtpNames,
     activation,
     attention,
     expect,
@@ -99,12 +100,19 @@ def _hybrid(hf: Hf, family: str, feeds: list[MlpSpec | MoeSpec]) -> ModelConfig:
 
 # As published in bfloat16; in fp8 experts are apart.
 _FUSED = {"mlp.experts.gate_up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj"}
-_DRAFTS = ("mtp.",)
+_MTP = MtpNames("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", normed=True)
+_DRAFTS = (_MTP.prefix,)
 
 QWEN3_NEXT = Family(
-    "qwen3_next", ("Qwen3NextForCausalLM",), qwen3_next, NEXT_DEFAULTS, QWEN2_LAYER | _TOGETHER, drafts=_DRAFTS
+    "qwen3_next",
+    ("Qwen3NextForCausalLM",),
+    qwen3_next,
+    NEXT_DEFAULTS,
+    QWEN2_LAYER | _TOGETHER,
+    drafts=_DRAFTS,
+    mtp=_MTP,
 )
-QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), qwen3_5, DEFAULTS, LAYER | _APART, drafts=_DRAFTS)
+QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), qwen3_5, DEFAULTS, LAYER | _APART, drafts=_DRAFTS, mtp=_MTP)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     ("Qwen3_5MoeForCausalLM",),
@@ -113,6 +121,7 @@ QWEN3_5_MOE = Family(
     QWEN2_LAYER | _APART,
     fused=_FUSED,
     drafts=_DRAFTS,
+    mtp=_MTP,
 )
 QWEN3_5_TEXT = text_of(QWEN3_5, "Qwen3_5ForConditionalGeneration")
 QWEN3_5_MOE_TEXT = text_of(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration")

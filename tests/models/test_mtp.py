@@ -37,7 +37,7 @@ def reference(path: Path) -> tuple[np.ndarray, np.ndarray]:
     layer, tokens = PublishedMtp(path), torch.as_tensor(TOKENS).long()
     out = layer.step(tokens[1:LENGTH], layer.features(tokens[:LENGTH])[:-1])
     for further in range(FURTHER):
-        out = layer.step(tokens[LENGTH + further, None], out[-1:])
+        out = layer.step(tokens[LENGTH + further, None], layer.passed_on(out[-1:]))
     return out.numpy(), layer.norm(out, "shared_head.norm").numpy()
 
 
@@ -55,7 +55,7 @@ def ours(path: Path) -> tuple[np.ndarray, np.ndarray]:
     ctx = StepContext(StepBatch.of_chunks(tokens[None, :LENGTH], zero, zero), files.target, plan.max_len)
     hidden = decoder.final_norm(decoder(ctx, plan.view(plan.allocate())).hidden, ctx.shards)[:-1]
 
-    mtp = abstract_mtp(files.target, "float32")
+    mtp = abstract_mtp(files.target, "float32", normed=files.names.normed)
     of_layer = files.load(mtp)
     plan = plan_cache(mtp.model, rows=1, max_len=LENGTH + FURTHER, chunk=LENGTH, dtype="float32")
 
@@ -64,12 +64,12 @@ def ours(path: Path) -> tuple[np.ndarray, np.ndarray]:
         layer = mtp.merge(weights)
         ctx = StepContext(batch, mtp.model.config, plan.max_len)
         x, cache = layer(decoder.embed[...][batch.tokens], hidden, ctx, plan.view(cache)[0])
-        return x, plan.flatten((cache,)), layer.normed(x, ctx.shards)
+        return x, plan.flatten((cache,)), layer.normed(x, ctx.shards), layer.passed_on(x[-1:], ctx.shards)
 
     batch = StepBatch.of_chunks(tokens[None, 1:LENGTH], zero, zero)
     cache, states, normed = plan.allocate(), [], []
     for further in range(FURTHER + 1):
-        x, cache, y = advance(of_layer, cache, batch, states[-1][-1:] if further else hidden)
+        x, cache, y, hidden = advance(of_layer, cache, batch, hidden)
         states.append(x)
         normed.append(y)
         at = LENGTH + further
@@ -77,10 +77,10 @@ def ours(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(states), np.concatenate(normed)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite", "qwen3_next")]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", *OTHERS])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", *OTHERS])
 def test_a_layer_equals_transformers(family, tmp_path):
     path = make_target(tmp_path, family)
     for result, expected in zip(ours(path), reference(path), strict=True):

@@ -50,7 +50,7 @@ def published_counts(path: Path, output: RequestOutput) -> np.ndarray:
         state = layer.step(text[1 : cells + 1], features[:cells])[-1:]
         for _ in range(3):
             chosen.append(IDS[int(layer.logits(state)[0, IDS].argmax())])
-            state = layer.step(torch.tensor(chosen[-1:]), state)[-1:]
+            state = layer.step(torch.tensor(chosen[-1:]), layer.passed_on(state))[-1:]
         return chosen
 
     return counted_drafts(tokens, len(output.prompt_token_ids), drafts)
@@ -125,7 +125,7 @@ def test_several_devices(path, parallel, without):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_5_text", "qwen3_next"])
 def test_other_families(family, tmp_path):
     path = make_target(tmp_path, family)
     assert_published(path, build_llm(path, BUCKETS, decode_steps=3))
