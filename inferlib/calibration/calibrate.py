@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from inferlib.calibration.forward import devices_for
 from inferlib.calibration.job import Job
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import CalibrationReport
@@ -45,9 +46,9 @@ def calibrate(
     `LLM`'s `quantization`. dtype: "float32", "bfloat16" or "float16" of other weights.
 
     Layer by layer, the inputs of products are recorded with all layers before quantised. The memory taken is a layer's,
-    and the residual of the text on the host. If it is interrupted, the same call goes on where it stopped, and its
-    result is the same. Raises CheckpointError, ConfigError or ConfigurationError before anything is written; OSError if
-    `out` exists or the writing fails.
+    and the residual of the text on the host. All GPUs or TPUs of the process share the text. If it is interrupted, the
+    same call goes on where it stopped, and its result is the same. Raises CheckpointError, ConfigError or
+    ConfigurationError before anything is written; OSError if `out` exists or the writing fails.
     """
     started = time.monotonic()
     check_dtype(dtype)
@@ -71,7 +72,7 @@ def calibrate(
     }
     with opened(out, settings, job.target.nbytes) as store:
         with CountProgress("calibrating layers", len(files.config.layers), show=show) as bar:
-            job.run(windows, store, bar)
+            job.run(windows, store, bar, devices_for(len(windows)))
         files.save_description(store.partial)
         (store.partial / "config.json").write_text(job.config_json, encoding="utf-8")
         write_manifest(store.partial, dict(job.hf), job.target, job.quantization)

@@ -1,11 +1,12 @@
 """The model's layers one at a time, over all windows of the text, with recorded inputs of products.
 
 The decoder's own blocks run. Only one layer's weights are on the device; the residual of all windows is on the host.
+Several devices share the windows of a step, each with the layer's weights, and add up what they recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
 from inferlib.calibration.layer_weights import Weights
@@ -28,15 +30,17 @@ from inferlib.ops.observed import InputSums, ObservedWeight, observing
 from inferlib.sharding.shards import Shards
 
 _STEP_TOKENS = 2048  # of the windows that run at once
+_WINDOWS = "windows"  # the axis of a mesh whose devices share windows
 Recorded = dict[tuple[str, ...], InputSums]
 
 
 @dataclass(frozen=True)
 class _Static:
-    """What programs are compiled for."""
+    """What programs are compiled for. mesh: the devices that share windows, if there are several."""
 
     config: ModelConfig
     width: int
+    mesh: Mesh | None
     cache: BlockCache | BlockState | None = None
     lends: bool = False
 
@@ -46,20 +50,23 @@ class LayerwiseForward:
     """The state of the windows [N, W] between two layers of a model, whose weights are float32 and not quantised.
 
     residuals, inputs: of each step's windows, see `Decoder.inputs`. lent: caches of layers that later ones attend to.
+    devices: how many share the windows of a step, equally.
     """
 
     model: AbstractModel
     windows: np.ndarray
+    devices: int = 1
     residuals: list[Residual] = field(default_factory=list)
     inputs: list[np.ndarray | None] = field(default_factory=list)
     lent: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self):
         count, width = self.windows.shape
-        rows = max(1, min(count, _STEP_TOKENS // width))
-        while count % rows:
+        rows = max(1, min(count // self.devices, _STEP_TOKENS // width))  # of a device
+        while count % (rows * self.devices):
             rows -= 1
-        self._steps = np.split(self.windows, count // rows)
+        self._steps = np.split(self.windows, count // (rows * self.devices))
+        self._mesh = Mesh(np.array(jax.devices()[: self.devices]), (_WINDOWS,)) if self.devices > 1 else None
         page = 1 << (width - 1).bit_length()
         self._plan: CachePlan = plan_cache(
             self.model, rows=rows, max_len=width, chunk=width, dtype=self.model.dtype, pool=PoolSize(page)
@@ -73,10 +80,10 @@ class LayerwiseForward:
 
     def begin(self, weights: Weights, observed: Sequence[str] = ()) -> Recorded:
         """Compute the residual before the first layer. observed: parts whose inputs are recorded."""
-        static, recorded = _Static(self.config, self.windows.shape[1]), {}
+        static, recorded = self._static(), {}
         for tokens in self._steps:
-            x, inputs, sums = _begin(self.model, self._outside(weights, observed), tokens, static)
-            recorded = _added(recorded, sums)
+            (x, inputs), sums = _begin(self.model, self._outside(weights, observed), tokens, static)
+            recorded = _added(recorded, self._here(sums))
             self.residuals.append(jax.device_get(Residual(x)))
             self.inputs.append(None if inputs is None else np.asarray(inputs))
         return recorded
@@ -85,28 +92,28 @@ class LayerwiseForward:
         """The sums over the inputs of a layer's parts. The residual stays as it is."""
         recorded: Recorded = {}
         for step in range(len(self._steps)):
-            recorded = _added(recorded, self._run(layer, weights, observed, step)[2])
+            recorded = _added(recorded, self._here(self._run(layer, weights, observed, step)[1]))
         return recorded
 
     def advance(self, layer: int, weights: Weights) -> None:
         """Compute the residual after a layer."""
         for step in range(len(self._steps)):
-            residual, arrays, _ = self._run(layer, weights, (), step)
+            (residual, arrays), _ = self._run(layer, weights, (), step)
             self.residuals[step] = jax.device_get(residual)
             if arrays:
                 self.lent.setdefault(layer, []).append(jax.device_get(arrays))
 
     def end(self, weights: Weights, observed: Sequence[str]) -> Recorded:
         """The sums over the inputs of the head."""
-        static, recorded = _Static(self.config, self.windows.shape[1]), {}
+        static, recorded = self._static(), {}
         for tokens, residual in zip(self._steps, self.residuals, strict=True):
             sums = _end(self.model, self._outside(weights, observed), residual, tokens, static)[1]
-            recorded = _added(recorded, sums)
+            recorded = _added(recorded, self._here(sums))
         return recorded
 
     def logits(self, weights: Weights) -> np.ndarray:
         """[N, W, V] float32 of the windows after the last layer."""
-        static, logits = _Static(self.config, self.windows.shape[1]), []
+        static, logits = self._static(), []
         for tokens, residual in zip(self._steps, self.residuals, strict=True):
             logits.append(np.asarray(_end(self.model, self._outside(weights, ()), residual, tokens, static)[0]))
         return np.concatenate(logits).reshape(*self.windows.shape, -1)
@@ -117,13 +124,25 @@ class LayerwiseForward:
         state = nnx.map_state(lambda path, p: p.replace(_watched(_part(path), weights, observed)), state)
         cache = self._plan.blocks[layer if owner is None else block_of(self.model.segments, owner)[0]]
         lends = any(spec.attention.cache_of == layer for spec in self.config.layers)
-        static = _Static(self.config, self.windows.shape[1], cache, lends)
+        static = self._static(cache, lends)
         inputs, borrowed = self.inputs[step], None if owner is None else self.lent[owner][step]
         of_layer = None if inputs is None else inputs[:, layer]
-        return _layer(graph, state, self.residuals[step], of_layer, borrowed, self._steps[step], static)
+        dealt = self.residuals[step], of_layer, borrowed, self._steps[step]
+        return _layer(graph, self._everywhere(state), dealt, static)
 
     def _outside(self, weights: Weights, observed: Sequence[str]) -> dict[str, Any]:
-        return {part: _watched(part, weights, observed) for part in weights}
+        return self._everywhere({part: _watched(part, weights, observed) for part in weights})
+
+    def _static(self, cache: BlockCache | BlockState | None = None, lends: bool = False) -> _Static:
+        return _Static(self.config, self.windows.shape[1], self._mesh, cache, lends)
+
+    def _here(self, sums: Recorded) -> Recorded:
+        """Sums on the first device."""
+        return sums if self._mesh is None else jax.device_put(sums, jax.devices()[0])
+
+    def _everywhere(self, weights: Any) -> Any:
+        """Weights on all devices."""
+        return weights if self._mesh is None else jax.device_put(weights, NamedSharding(self._mesh, PartitionSpec()))
 
 
 def _part(path: tuple) -> str:
@@ -138,6 +157,28 @@ def _added(recorded: Recorded, sums: Recorded) -> Recorded:
     return {names: recorded[names].plus(new) if names in recorded else new for names, new in sums.items()}
 
 
+def devices_for(windows: int) -> int:
+    """As many devices as can share the windows equally; one on CPUs, whose devices are the same cores."""
+    if jax.default_backend() == "cpu":
+        return 1
+    return max(n for n in range(1, jax.device_count() + 1) if windows % n == 0)
+
+
+def _shared(local: Callable[..., Any], weights: Any, dealt: Any, static: _Static) -> Any:
+    """local(weights, dealt): results by windows, and sums over all windows; on a mesh, each device with its windows."""
+    if static.mesh is None:
+        return local(weights, dealt)
+
+    def added(weights: Any, dealt: Any) -> Any:
+        results, sums = local(weights, dealt)
+        return results, {names: of.over(_WINDOWS) for names, of in sums.items()}
+
+    one, all_of = PartitionSpec(_WINDOWS), PartitionSpec()
+    return jax.shard_map(added, mesh=static.mesh, in_specs=(all_of, one), out_specs=(one, all_of), check_vma=False)(
+        weights, dealt
+    )
+
+
 def _context(tokens: jax.Array, static: _Static) -> StepContext:
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     return StepContext(StepBatch.of_chunks(tokens, rows, jnp.zeros_like(rows)), static.config, static.width)
@@ -145,17 +186,28 @@ def _context(tokens: jax.Array, static: _Static) -> StepContext:
 
 @partial(jax.jit, static_argnames=("model", "static"))
 def _begin(model: AbstractModel, weights: dict[str, Any], tokens: jax.Array, static: _Static):
-    with observing() as observer:
-        x, inputs = _decoder(model, weights).inputs(_context(tokens, static))
-        return x, inputs, observer.sums()
+    """The residual before the first layer and inputs of layers, and the sums over the inputs of observed weights."""
+
+    def local(weights: dict[str, Any], tokens: jax.Array):
+        with observing() as observer:
+            made = _decoder(model, weights).inputs(_context(tokens, static))
+            return made, observer.sums()
+
+    return _shared(local, weights, tokens, static)
 
 
 @partial(jax.jit, static_argnames=("model", "static"))
 def _end(model: AbstractModel, weights: dict[str, Any], residual: Residual, tokens: jax.Array, static: _Static):
-    with observing() as observer:
-        decoder, ctx = _decoder(model, weights), _context(tokens, static)
-        logits = decoder.logits(decoder.outputs(residual, ctx), Shards(), "xla")
-        return logits, observer.sums()
+    """The logits, and the sums over the inputs of observed weights."""
+
+    def local(weights: dict[str, Any], dealt: tuple[Residual, jax.Array]):
+        residual, tokens = dealt
+        with observing() as observer:
+            decoder, ctx = _decoder(model, weights), _context(tokens, static)
+            logits = decoder.logits(decoder.outputs(residual, ctx), Shards(), "xla")
+            return logits, observer.sums()
+
+    return _shared(local, weights, (residual, tokens), static)
 
 
 def _decoder(model: AbstractModel, weights: dict[str, Any]):
@@ -168,15 +220,23 @@ def _decoder(model: AbstractModel, weights: dict[str, Any]):
 
 
 @partial(jax.jit, static_argnames=("graph", "static"))
-def _layer(graph: nnx.GraphDef, state, residual: Residual, inputs, borrowed, tokens: jax.Array, static: _Static):
-    """The residual after a layer, its cache if it lends it, and the sums over the inputs of observed weights."""
-    assert static.cache is not None
-    arrays = borrowed
-    if arrays is None:
-        arrays = tuple(jnp.zeros(array.shape, array.dtype) for array in static.cache.owned)
-    ctx = _context(tokens, static)
-    _ = ctx.positions, ctx.rows, ctx.written, ctx.rope
-    with observing() as observer:
-        cache = LayerCache(arrays, static.cache.ring)
-        residual, cache, _ = nnx.merge(graph, state)(residual, ctx, cache, token_inputs=inputs)
-        return residual, cache.arrays if static.lends else (), observer.sums()
+def _layer(graph: nnx.GraphDef, state, dealt: Any, static: _Static):
+    """The residual after a layer and its cache if it lends it, and the sums over the inputs of observed weights.
+
+    dealt: the residual before it, the layer's inputs, the cache that it borrows, and the tokens.
+    """
+    cache = static.cache
+    assert cache is not None
+
+    def local(state, dealt: Any):
+        residual, inputs, arrays, tokens = dealt
+        if arrays is None:
+            arrays = tuple(jnp.zeros(array.shape, array.dtype) for array in cache.owned)
+        ctx = _context(tokens, static)
+        _ = ctx.positions, ctx.rows, ctx.written, ctx.rope
+        with observing() as observer:
+            of_layer = LayerCache(arrays, cache.ring)
+            residual, of_layer, _ = nnx.merge(graph, state)(residual, ctx, of_layer, token_inputs=inputs)
+            return (residual, of_layer.arrays if static.lends else ()), observer.sums()
+
+    return _shared(local, state, dealt, static)

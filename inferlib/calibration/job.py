@@ -103,9 +103,9 @@ class Job:
 
     # ---- the run
 
-    def run(self, windows: np.ndarray, store: Store, bar: CountProgress) -> None:
-        """Quantise every layer, and then what is outside."""
-        walk = LayerwiseForward(stored_model(self.target.config, "float32", None), windows)
+    def run(self, windows: np.ndarray, store: Store, bar: CountProgress, devices: int = 1) -> None:
+        """Quantise every layer, and then what is outside. devices: how many share the windows."""
+        walk = LayerwiseForward(stored_model(self.target.config, "float32", None), windows, devices)
         outside = self.outside_weights()
         recorded = walk.begin(outside, [part for part in self.quantized(None) if part != "head"])
         for layer in range(len(self.target.config.layers)):

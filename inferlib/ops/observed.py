@@ -38,6 +38,11 @@ class InputSums(NamedTuple):
             self.counts + other.counts,
         )
 
+    def over(self, axis: str) -> InputSums:
+        """The sums over all devices of a mesh axis, inside `shard_map`."""
+        products, magnitudes, counts = lax.psum((self.products, self.magnitudes, self.counts), axis)
+        return InputSums(products, magnitudes, lax.pmax(self.largest, axis), counts)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
