@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,7 @@ class BlockState:
     shared: ClassVar[bool] = False
     paged: ClassVar[bool] = False
     block: ClassVar[int | None] = None
+    massed: ClassVar[bool] = False
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
@@ -108,8 +109,9 @@ class BlockCache:
     `shapes` are those of the numbers in them. scaled: each array has scales [N, K, S] or [L, N, K, S]. latent: the
     arrays are latents and rotary keys of MLA, which may be folded (see `inferlib.ops.cache_write`). Otherwise two
     arrays are keys and values, and of a single array each cell is a key followed by its value. shared: the block's
-    layers attend to another block's arrays; the shapes are those that it would have. block: positions of the blocks of
-    which there are summaries beside the cells (see `inferlib.ops.selected_pages`); None: there are none.
+    layers attend to another block's arrays; the shapes are those that it would have. massed: there is the attention
+    that each cell got beside the cells (see `inferlib.ops.attention_mass`). block: positions of the blocks of which
+    there are summaries beside the cells (see `inferlib.ops.selected_pages`); None: there are none.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -119,6 +121,7 @@ class BlockCache:
     latent: bool = False
     shared: bool = False
     block: int | None = None
+    massed: bool = False
 
     @property
     def paged(self) -> bool:
@@ -131,11 +134,13 @@ class BlockCache:
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        """The arrays of values, then, if `scaled`, their scales, then summaries: this block's or those it shares."""
+        """The arrays of values, then, if `scaled`, their scales, then summaries or the mass: this block's or those it
+        shares."""
         pairs = zip(self._stored, self.folds, strict=True)
         values = tuple(CacheArray(shape, self.axes, self.dtype, fold) for shape, fold in pairs)
         scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
-        return values + (scales if self.scaled else ()) + self.summaries
+        mass = (CacheArray(self.shapes[0][:-1], self.axes[:-1], _SCALES),) * self.massed
+        return values + (scales if self.scaled else ()) + self.summaries + mass
 
     @property
     def packed(self) -> bool:
@@ -167,7 +172,7 @@ class BlockCache:
         apart = ("latents", "rotary keys") if self.latent else ("k", "v")
         values = apart if len(self.shapes) == 2 else ("k and v",)
         names = values + tuple(f"{name} scales" for name in values if self.scaled)
-        return names + ("summaries",) * len(self.summaries)
+        return names + ("summaries",) * len(self.summaries) + ("mass",) * self.massed
 
     @property
     def slots(self) -> int:
@@ -302,9 +307,10 @@ class CachePlan:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
         rest, caches = iter(arrays), []
         for block in self.every_block:
-            summarised = bool(block.owned) and block.block is not None
-            cells = tuple(islice(rest, len(block.owned) - summarised))
-            caches.append(LayerCache(cells, block.ring, summaries=next(rest) if summarised else None))
+            summarised, massed = (bool(block.owned) and x for x in (block.block is not None, block.massed))
+            cells = tuple(islice(rest, len(block.owned) - summarised - massed))
+            beside: Any = {name: next(rest) for name, x in (("summaries", summarised), ("mass", massed)) if x}
+            caches.append(LayerCache(cells, block.ring, **beside))
         return tuple(caches)
 
     @staticmethod
@@ -342,7 +348,7 @@ def plan_cache(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
     dtype, shards = KV_CACHE_DTYPES[named] if named else np.dtype(dtype), model.layout.shards
-    kinds = [_Kind(model, platform, named, selection=pool.selection)]
+    kinds = [_Kind(model, platform, named, selection=pool.selection, massed=pool.massed)]
     kinds += [] if drafting is None else [_Kind(drafting, platform, named)]
     page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
@@ -417,6 +423,7 @@ class _Kind:
     platform: str
     named: str | None
     selection: PageSelection | None = None
+    massed: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -460,8 +467,20 @@ class _Kind:
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
             block = None if latent or spec.reach is not None else self.summarised(page)
             shapes = tuple((*stack, count, *x) for x in shapes)
-            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block))
+            if self.massed:
+                self.must_count(spec)
+            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, self.massed))
         return tuple(blocks)
+
+    def must_count(self, spec: AttentionSpec | MlaSpec) -> None:
+        """Raise ConfigurationError where devices do not have whole groups of query heads, whose attention counts for
+        their KV head."""
+        heads = self.model.layout.heads(spec)
+        if heads.copies > 1 or heads.groups * heads.queries != spec.heads:
+            raise ConfigurationError(
+                f"cache_policy by attention counts that of whole groups of heads, and {spec.heads} query heads do not "
+                "share out evenly over these devices with their KV heads: lower tp, or take a policy by keys"
+            )
 
     def summarised(self, page: int) -> int | None:
         """Positions of a block that has a summary; None if none has. Raises ConfigurationError."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import AttentionPages, DtypeArguments, Json, ModelName, Revision, grouped
+from inferlib.cli.arguments import AttentionPages, CachePolicy, DtypeArguments, Json, ModelName, Revision, grouped
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 
@@ -42,6 +42,7 @@ def evaluate(
     ] = None,
     formats: DtypeArguments,
     attention_pages: AttentionPages = None,
+    cache_policy: CachePolicy = None,
     revision: Revision = None,
     json: Json = False,
 ) -> None:
@@ -57,6 +58,8 @@ def evaluate(
         fail("give --data, a text to measure on, or --tasks, such as --tasks all")
     if attention_pages is not None and measure.data is not None:
         fail("--attention-pages changes what decode steps read, and a text takes none: leave it or --data out")
+    if cache_policy is not None and measure.data is not None:
+        fail("--cache-policy changes what tasks find again, and a text asks nothing: leave it or --data out")
     options: dict[str, Any] = dict(
         against=against,
         quantization=formats.quantization,
@@ -68,8 +71,9 @@ def evaluate(
     with user_errors():
         if measure.tasks is not None:
             names = tuple(TASKS) if measure.tasks == "all" else tuple(measure.tasks.split(","))
+            reads: dict[str, Any] = dict(attention_pages=attention_pages, cache_policy=cache_policy)
             sizes: dict[str, Any] = dict(count=measure.questions, context=measure.context)
-            results["tasks"] = evaluate_tasks(model, names, attention_pages=attention_pages, **sizes, **options)
+            results["tasks"] = evaluate_tasks(model, names, **reads, **sizes, **options)
         if measure.data is not None:
             sample = TextSample(measure.data, measure.tokens, measure.window)
             results["text"] = evaluate(model, sample, **options)

@@ -261,7 +261,8 @@ class ModelExplanation(Tables):
         """What the cache keeps of a row, and beside it."""
         policy = self.cache_policy
         bound = None if policy is None else policy.bound(self.max_len, _chunk(self.max_len))
-        return PoolSize(selection=self.attention_pages, bound=bound)
+        massed = policy is not None and bound is not None and policy.by_attention
+        return PoolSize(selection=self.attention_pages, bound=bound, massed=massed)
 
     @property
     def _model(self) -> AbstractModel:
@@ -363,7 +364,7 @@ def _on_mesh(
     describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
     sizes: dict[str, Any] = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
-    dtype, pool = config.kv_cache_dtype or "bfloat16", PoolSize(selection=config.attention_pages, bound=config.bound)
+    dtype, pool = config.kv_cache_dtype or "bfloat16", config.pool._replace(memory=None, snapshots=0)
     plan = plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool)
     keys = [
         ProgramKey("greedy", config.rows, config.limits[-1], steps=config.decode_steps),

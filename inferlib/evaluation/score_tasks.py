@@ -79,7 +79,7 @@ def evaluate_tasks(
 
     tasks: names of `TASKS`. against: another model, such as the original, which answers the same questions as it is
     stored. count: questions of a task. context: tokens of the long prompts. options: of `LLM`, such as quantization,
-    kv_cache_dtype and attention_pages; dtype is of both models.
+    kv_cache_dtype, attention_pages and cache_policy; dtype is of both models.
 
     Raises CheckpointError, ConfigError or ConfigurationError for wrong input, among it a context beyond a model's.
     """

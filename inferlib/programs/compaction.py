@@ -22,8 +22,9 @@ from inferlib.sharding.shards import Shards
 
 
 class Compaction(NamedTuple):
-    """policy: what stays. keys: for each block of layers with a cache of its own, how many arrays that has, and the
-    size of a key, with which the cells of its first array begin."""
+    """policy: what stays. keys: for each block of layers with a cache of its own, how many arrays of cells that has,
+    and the size of a key, with which the cells of its first array begin. Behind them is the attention that cells got,
+    if the policy needs it."""
 
     policy: CachePolicy
     keys: tuple[tuple[int, int], ...]
@@ -60,8 +61,9 @@ def _compacted(
     count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, state.length.size)
     rest, new = zip(cache, names, strict=True), []
     for number, size in how.keys:
-        block = [_Paged.of(*next(rest), pages) for _ in range(number)]
-        retained = retained_positions(block[0].cells[..., :size], count, policy)
+        block = [_Paged.of(*next(rest), pages) for _ in range(number + policy.by_attention)]
+        mass = block[-1].cells[..., 0] if policy.by_attention else None
+        retained = retained_positions(block[0].cells[..., :size], count, policy, mass)
         new += [array.with_retained(retained, due) for array in block]
     state = state._replace(
         length=state.length.at[at].min(policy.budget, mode="drop"),
@@ -71,8 +73,8 @@ def _compacted(
 
 
 class _Paged(NamedTuple):
-    """One row's part of an array of pages. flat [L * N, K, S, h]: the array, or one of one layer. places [L, M]: of the
-    row's pages in it. cells [L, K, M * S, h]."""
+    """One row's part of an array of pages. flat [L * N, K, S, h]: the array, or one of one layer, with h 1 if it has
+    none. places [L, M]: of the row's pages in it. cells [L, K, M * S, h]."""
 
     array: jax.Array
     flat: jax.Array
@@ -84,7 +86,7 @@ class _Paged(NamedTuple):
         """The layers are merged with the pages: a TPU's compiler would copy stacked ones as a whole."""
         dim = names.index(axes.PAGES)
         total, each = math.prod(array.shape[: dim + 1]), array.shape[dim]
-        flat = array.reshape(-1, *array.shape[dim + 1 :])
+        flat = array.reshape(total, *array.shape[dim + 1 : dim + 3], -1 if array.ndim > dim + 3 else 1)
         places = jnp.arange(0, total, each, dtype=jnp.int32)[:, None] + jnp.clip(pages, 0, each - 1)
         cells = jnp.moveaxis(flat[places], 1, 2)
         return _Paged(array, flat, places, cells.reshape(*cells.shape[:2], -1, cells.shape[-1]))

@@ -361,8 +361,9 @@ class ProgramSet:
         assert self.config.compacted is not None
         mixers = [self.model.config.layers[layers[0]].attention for layers in self.model.blocks()]
         pairs = zip(self.plan.blocks, mixers, strict=True)
-        pages = ((block.owned, mixer) for block, mixer in pairs if block.owned and isinstance(mixer, AttentionSpec))
-        keys = tuple((len(owned), mixer.cache_sizes[0]) for owned, mixer in pages)
+        owners = ((block.owned, mixer) for block, mixer in pairs if block.owned and isinstance(mixer, AttentionSpec))
+        beside = self.config.compacted.by_attention
+        keys = tuple((len(arrays) - beside, mixer.cache_sizes[0]) for arrays, mixer in owners)
         how, place = Compaction(self.config.compacted, keys), None
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature
@@ -131,6 +132,8 @@ class Attention(nnx.Module):
             unfit = "prefixes that rows share"
         elif cache.summaries is not None:
             unfit = "pages that its queries select"
+        elif cache.mass is not None:
+            unfit = "attention that is counted"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.value_embedding is not None:
@@ -238,7 +241,8 @@ class Attention(nnx.Module):
         if cache.packed:
             q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
-        return attend(step, step.plan(cache), new, cache)
+        out, cache = attend(step, step.plan(cache), new, cache)
+        return out, step.with_mass(cache)
 
 
 @dataclass(frozen=True)
@@ -389,6 +393,28 @@ class GroupedStep:
         out, lse, cells = attended
         out, lse = out.reshape(-1, *out.shape[len(shape) :]), lse.reshape(-1, *lse.shape[len(shape) :])
         return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
+
+    def with_mass(self, cache: LayerCache) -> LayerCache:
+        """The cache with what the step's queries attend to, if that is counted and the cache is the layer's own. Chunks
+        go one after the other, as several may be of one row."""
+        if cache.mass is None or self.spec.cache_of is not None:
+            return cache
+        batch, table, options = self.ctx.batch, self.table(cache, self.stripe), self.row_options
+        (count, width), (rows, _) = batch.chunk_tokens.shape, batch.decode_tokens.shape
+        of_chunks, of_rows = jnp.split(self.queries, [count * width])
+
+        def one(i: jax.Array, mass: jax.Array | None) -> jax.Array | None:
+            queries = of_chunks.reshape(count, width, *of_chunks.shape[1:])
+            parts = queries, batch.chunk_starts, batch.chunk_lengths, batch.chunk_rows
+            q, start, length, row = (lax.dynamic_slice_in_dim(x, i, 1) for x in parts)
+            return replace(cache, mass=mass).with_mass((q, start, length), row, table, options).mass
+
+        cache = replace(cache, mass=lax.fori_loop(0, count, one, cache.mass)) if count else cache
+        if not rows:
+            return cache
+        lengths = batch.decode_lengths
+        queries = of_rows[:, None], lengths - 1, (lengths > 0).astype(jnp.int32)
+        return cache.with_mass(queries, jnp.arange(rows, dtype=jnp.int32), table, options)
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
         """Attention's output without the part of the keys, where a cell is key and value at once; rotated back, where

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.attention_values import AttentionOptions
 from inferlib.ops import int4_cells
+from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
 from inferlib.ops.kv_cache import KvCache, LatentCache
 from inferlib.ops.selected_pages import write_summaries
@@ -53,6 +55,9 @@ class LayerCache:
     summaries [N, n, K, 2 * h] or [L, N, n, K, 2 * h]: of the n blocks of each page, if decode steps select what they
     read (see `inferlib.ops.selected_pages`).
 
+    mass [N, K, S] or [L, N, K, S]: the attention that each cell got, if a bounded cache keeps cells by it (see
+    `inferlib.ops.attention_mass`).
+
     inputs [B, C, ...] or [L, B, C, ...]: of a step whose tokens may not stand, what a recurrent layer read of each
     row's tokens. Its states do not have them yet: see `inferlib.models.replay`.
 
@@ -64,6 +69,7 @@ class LayerCache:
     ring: bool = field(default=False, metadata={"static": True})
     layer: jax.Array | None = None
     summaries: jax.Array | None = None
+    mass: jax.Array | None = None
     inputs: tuple[jax.Array, ...] = ()
 
     @property
@@ -166,6 +172,19 @@ class LayerCache:
         keys = self.arrays[:: len(self.sizes)] if self.scaled else self.arrays[:1]
         new = write_summaries(self.summaries, keys, pages, places, self.layer)
         return replace(self, summaries=new)
+
+    def with_mass(
+        self,
+        queries: tuple[jax.Array, jax.Array, jax.Array],
+        rows: jax.Array,
+        table: jax.Array | None,
+        options: AttentionOptions,
+    ) -> LayerCache:
+        """The cache with the attention of queries, see `add_mass`, of these rows [B] of a table of pages."""
+        if self.mass is None or table is None:
+            return self
+        pages = jnp.take(table, rows, axis=0, mode="clip")
+        return replace(self, mass=add_mass(self.mass, self.arrays[0], pages, queries, options, self.layer))
 
     def run(self, width: int, run: int | None) -> int:
         """How many tokens of chunks of `width` are in one page together. run: see `StepContext`."""

@@ -36,10 +36,18 @@ PROMPTS = random_prompts([3, 16, 19, 20, 21, 31, 32, 33, 48, 49, 75])
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"page_size": 8},
     "llama scan": {"scan": True, "cache_policy": f"knorm:{BUDGET}:{INTERVAL}"},
-    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((16,), (4,), (96,), tile=8)},
+    "llama mesh": {
+        "cache_policy": f"h2o:{BUDGET}:{INTERVAL}",
+        "parallel": "dp=2,tp=2",
+        "buckets": Buckets((16,), (4,), (96,), tile=8),
+    },
     "gemma3n_text": {"cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # layers that read the cache of another
+    "llama h2o": {"cache_policy": f"h2o:{BUDGET}:{INTERVAL}"},
     "gpt2": {"dtype": "bfloat16"},  # learned positions
 }
+
+
+QUICK = ("llama", "llama scan", "llama h2o")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,8 @@ def free_pages(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "llama scan") else pytest.mark.slow) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS],
 )
 def test_rows_are_what_they_are_alone(kind, bounded):
     """With NaN in all that is not valid. Nothing compiles, and all pages come back."""
@@ -97,7 +106,7 @@ def retained_by_hand(keys: np.ndarray, prompt: int, method: str) -> list[int]:
         retained.append(position)
         within = position + 1 < prompt
         if len(retained) >= BUDGET + (TILE if within else INTERVAL) and (within or position + 1 >= prompt):
-            retained = [retained[i] for i in by_the_paper(method, keys[retained], BUDGET, INTERVAL)]
+            retained = [retained[i] for i in by_the_paper(method, keys[retained], keys[:, 0], BUDGET, INTERVAL)]
     return retained
 
 
@@ -123,6 +132,23 @@ def test_a_row_has_the_cells_that_its_policy_keeps(prompt, bounded, llama):
                 np.testing.assert_allclose(cells_of_row[head, :cells], expected[head, positions], rtol=0, atol=1e-5)
         assert retained[0] != retained[1]
         assert len(s.pages) == -(-(BUDGET + INTERVAL) // engine.plan.page)
+        engine.cancel(s)
+
+
+def test_attention_is_counted_as_it_is_computed(bounded):
+    """Each query's weights add up to one, and a row that is compacted drops those of the cells that it drops."""
+    llm = bounded("llama h2o")
+    with new_engine(llm, in_flight=1) as engine:
+        s = sequence(PROMPTS[0], 24)
+        for count in (2, 13, 22):
+            run_until(engine, s, count)
+            mass = np.asarray(engine.plan.view(engine.cache)[0].mass)
+            cells = int(engine.state.length[s.row])
+            total = np.concatenate([mass[page] for page in s.pages], axis=1)[:, :cells].sum(axis=1)
+            spec, tokens = llm.engine.model.config.layers[0].attention, len(PROMPTS[0]) + count - 1
+            most = spec.heads / spec.kv_heads * tokens
+            assert (total < most - 1).all() if tokens > cells else np.allclose(total, most, rtol=1e-4)
+        assert tokens > cells
         engine.cancel(s)
 
 
@@ -204,6 +230,9 @@ def test_models_that_cannot():
     with pytest.raises(ConfigurationError, match="layer 0 of this one has a window: leave it out"):
         resolve().check_model(model)
     assert not resolve("gpu").cascade
+    shape, split = configs.load("llama3-8b"), Parallelism.parse("tp=16")
+    with pytest.raises(ConfigurationError, match="lower tp, or take a policy by keys"):
+        Deployment(shape, "cpu", "bfloat16", Buckets((32,), (1,), (512,)), split, cache_policy="h2o:128").planned()
 
 
 def test_plans_commands_and_artifacts_know_them():
@@ -222,6 +251,9 @@ def test_plans_commands_and_artifacts_know_them():
     assert made.program_hash(key, None) != bounded.program_hash(key, None)
     assert set(bounded.planned().config.limits) == {256, 576}
     assert plan.columns == 576 // 64
+    counting = dataclasses.replace(bounded, cache_policy="h2o:512:64").planned().plan
+    assert counting.blocks[0].names == ("k", "v", "mass")
+    assert counting.bytes_of()[0] * 128 == plan.bytes_of()[0] * 129  # 4 bytes beside 2 * 128 * 2
 
 
 @pytest.mark.slow
