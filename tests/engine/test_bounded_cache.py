@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.sequences import sequence
@@ -194,6 +196,30 @@ def test_rows_wait_for_all_pages_that_they_will_need(bounded):
     with new_engine(llm, pages=9) as engine:
         assert tokens_of(llm, PROMPTS, GREEDY) == expected
         assert not engine.scheduler.preemptions
+        assert free_pages(engine) == [9]
+
+
+def test_traffic_changes_no_row(bounded):
+    """Requests that come, stream and are cancelled at random, with few pages; and some are preempted by priority."""
+    draw, llm = random.Random(1), bounded("llama")
+    expected = tokens_of(llm, PROMPTS, GREEDY)
+    with new_engine(llm, pages=9) as engine:
+        sequences = [sequence(p, 20, priority=draw.choice([0, 0, 0, -1])) for p in PROMPTS * 2]
+        waiting, cancelled = list(sequences), set()
+        for _ in range(2000):
+            if waiting and draw.random() < 0.5:
+                engine.add(waiting.pop())
+            if draw.random() < 0.03 and engine.scheduler.running:
+                cancelled.add(s := draw.choice(list(engine.scheduler.running.values())))
+                engine.cancel(s)
+            engine.advance(max_steps=draw.choice([1, None]))
+            assert_accounted(engine)
+            if not waiting and not engine.busy:
+                break
+        whole = [(s.tokens, tokens) for s, tokens in zip(sequences, expected * 2, strict=True) if s not in cancelled]
+        assert len(whole) > 15
+        assert all(len(tokens) == 20 for tokens, _ in whole)
+        assert sum(tokens != alone for tokens, alone in whole) <= engine.scheduler.preemptions < 8
         assert free_pages(engine) == [9]
 
 
