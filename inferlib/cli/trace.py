@@ -51,11 +51,18 @@ class TraceArguments:
         str | None, typer.Option(help="Rows decoded together, ascending; by default the engine's.")
     ] = None
 
+    second_slice: Annotated[
+        bool,
+        typer.Option(
+            "--second-slice", help="Serve the requests by two such slices, by both alike and with prefill apart."
+        ),
+    ] = False
+
     def check(self, **others: Any) -> None:
         """Raise ValueError for options that need --trace, for others that do nothing with it, and for wrong values."""
         if self.trace is not None and (name := next((name for name, value in others.items() if value), None)):
             raise ValueError(f"--{name} is about the ranking: leave it out, or --trace")
-        options = {name: value for name, value in vars(self).items() if name != "trace" and value is not None}
+        options = {name: value for name, value in vars(self).items() if name != "trace" and value not in (None, False)}
         if self.trace is None and options:
             raise ValueError(f"--{next(iter(options)).replace('_', '-')} is about --trace: give a file of requests")
         if self.rate is not None and not 0 < self.rate < float("inf"):
@@ -73,11 +80,16 @@ class TraceArguments:
 def simulated(ranking: Ranking, offers: list[Offer], arguments: TraceArguments) -> dict[str, Any]:
     """How the requests would be served by the best plan, or by what the arguments say, as JSON values. Raises
     ValueError."""
+    from inferlib.planning.apart import SPLITS, simulate_splits
     from inferlib.planning.simulator import choose, simulate
 
     sizes = dict(prefill=_sizes(arguments.prefill_buckets), batch=_sizes(arguments.batch_buckets))
     chosen, config = choose(ranking, offers, arguments.parallel, arguments.max_batch, **sizes)
     config = replace(config, itl=arguments.itl)
+    splits = []
+    if arguments.second_slice:
+        with CountProgress("simulating", len(SPLITS), show=on_terminal()) as bar:
+            splits = simulate_splits(chosen, config, offers, lambda split: bar.advance(1))
     with CountProgress("simulating", len(offers), show=on_terminal() and len(offers) > 4096) as bar:
         done = 0
 
@@ -87,7 +99,9 @@ def simulated(ranking: Ranking, offers: list[Offer], arguments: TraceArguments) 
             done = finished
 
         facts = simulate(chosen, config, offers, advanced).facts()
-    plan = {"parallel": str(chosen.parallel), "weights": chosen.weights, "max_batch": config.max_batch}
+    plan: dict[str, Any] = {"parallel": str(chosen.parallel), "weights": chosen.weights, "max_batch": config.max_batch}
+    if splits:
+        plan["two_slices"] = {split.name: split.facts() for split in splits}
     limits = [(facts[name].get("mean", 0.0), getattr(ranking.slo, name)) for name in ("ttft", "itl")]
     meets = all(limit is None or mean <= limit for mean, limit in limits)
     return plan | {"max_len": config.max_len, "meets_slo": meets} | facts
@@ -98,7 +112,7 @@ def rendered(facts: Mapping[str, Any]) -> str:
     title = title.format(**facts) + ("" if facts["meets_slo"] else "\nThe mean misses the SLO")
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 120)
-    console.print(service_table(title, {"estimate": facts}), highlight=False)
+    console.print(service_table(title, {"estimate": facts} | facts.get("two_slices", {})), highlight=False)
     return text.getvalue()
 
 
@@ -132,6 +146,9 @@ def _cells(facts: Mapping[str, Any]) -> dict[str, str]:
             if kind in facts["step_seconds"]:
                 seconds, count = facts["step_seconds"][kind], facts["dispatches"][kind]
                 cells[f"time in steps of {title}"] = f"{seconds / busy:.0%}, {count:,} dispatches"
+    if facts.get("handed_tokens"):
+        cells["tokens of prompts handed over"] = f"{facts['handed_tokens']:,}"
+    if "step_seconds" in facts:
         if facts.get("cached_tokens"):
             cells["tokens of prompts in the cache"] = f"{facts['cached_tokens']:,}"
         if facts["preemptions"]:

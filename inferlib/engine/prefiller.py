@@ -156,12 +156,11 @@ class Prefiller(PageSource):
 
     def _begin(self, s: Sequence, match: Match) -> Fetch:
         """Ask for the whole pages of a sequence behind a match."""
-        fetch, whole = Fetch(len(match.nodes)), (s.length - 1) // self.page
-        if s.takes_cached and whole > fetch.first:
+        fetch = Fetch(len(match.nodes))
+        if goes_apart(s, match, self.page):
             fetch.pending = True
             self._fetching[fetch] = Future()
-            tokens = (s.prompt + s.tokens)[: whole * self.page]
-            twin = Sequence(tokens, _GREEDY, max_tokens=0, seed=0, priority=s.priority, salt=s.salt)
+            twin = twin_of(s, (s.length - 1) // self.page * self.page)
             self._thread.post(partial(self._add, twin, Job(fetch, s)))
         return fetch
 
@@ -250,6 +249,17 @@ class Prefiller(PageSource):
         except Exception as error:
             log.warning("a prompt is prefilled beside decoding: its pages did not come: %s", error)
         self._end(fetch)
+
+
+def goes_apart(s: Sequence, match: Match, page: int) -> bool:
+    """True if a sequence that begins with a match has whole pages more that others can prefill."""
+    return s.takes_cached and (s.length - 1) // page > len(match.nodes)
+
+
+def twin_of(s: Sequence, tokens: int) -> Sequence:
+    """A sequence that computes the first tokens of another one, and generates none."""
+    context = (s.prompt + s.tokens)[:tokens]
+    return Sequence(context, _GREEDY, max_tokens=0, seed=0, priority=s.priority, salt=s.salt)
 
 
 def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *, compiled: bool) -> list[Device]:

@@ -232,11 +232,13 @@ def test_plan_of_a_trace(tmp_path):
     facts = json.loads(run_plan(*command, "--json").stdout)
     assert (facts["requests"], facts["output_tokens"], facts["meets_slo"]) == (9, 180, True)
     assert facts["seconds"] > 8 / 9
-    shown = run_plan(*command, "--rate", "100", "--parallel", "tp=4", "--max-batch", "2", "--slo", "ttft=0.001")
+    options = ["--rate", "100", "--parallel", "tp=4", "--max-batch", "2", "--slo", "ttft=0.001", "--second-slice"]
+    shown = run_plan(*command, *options)
     assert shown.exit_code == 1
     assert "tp=4, " in shown.stdout
     assert "up to 2 rows of 120 tokens" in shown.stdout
     assert "misses the SLO" in shown.stdout
+    assert all(name in " ".join(shown.stdout.split()) for name in ("two alike", "prefill apart"))
     for options, message in [
         (["--verify", "1"], "--verify is about the ranking"),
         (["--rate", "0"], "--rate is a number of requests"),
