@@ -37,6 +37,9 @@ JOBS: list[Job] = [
     (TAILS[3], options(max_tokens=1)),
 ]
 
+# Without log-probabilities, for which a mode's programs are compiled once more.
+DRAWN = JOBS[1:]
+
 # Answers of three tokens alone, so that many drafts stand.
 IDS = [9, 40, 41]
 CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))

@@ -11,7 +11,7 @@ from inferlib import LLM
 from inferlib.engine.profit import Profit
 from inferlib.outputs import RequestOutput
 from tests.helpers.llms import build_llm
-from tests.helpers.speculation import BUCKETS, JOBS, run
+from tests.helpers.speculation import BUCKETS, DRAWN, JOBS, run
 
 
 @pytest.fixture
@@ -34,3 +34,8 @@ def without(path) -> LLM:
 @pytest.fixture(scope="module")
 def expected(without) -> list[RequestOutput]:
     return run(without, JOBS)
+
+
+@pytest.fixture(scope="module")
+def drawn(without) -> list[RequestOutput]:
+    return run(without, DRAWN)

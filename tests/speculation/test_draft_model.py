@@ -19,6 +19,7 @@ from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, poison
 from tests.helpers.speculation import (
     BUCKETS,
+    DRAWN,
     GREEDY,
     JOBS,
     TAILS,
@@ -50,11 +51,11 @@ def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
     return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("draft", tokens, model), **more)
 
 
-def test_all_options_in_one_batch(path, other, expected):
+def test_all_options_in_one_batch(path, other, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = drafting(path, other)
     for _ in range(2):
-        assert_same(run(llm, JOBS), expected)
+        assert_same(run(llm, DRAWN), drawn)
         assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
@@ -116,12 +117,12 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_of_a_model_that_knows_nothing(path, other, expected):
+def test_drafts_of_a_model_that_knows_nothing(path, other, drawn):
     """Its weights are NaN, and so is all that it computes."""
     llm = drafting(path, other)
     weights, count = llm.engine.weights, len(llm.engine.model.specs)
     llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
-    assert_same(run(llm, JOBS), expected)
+    assert_same(run(llm, DRAWN), drawn)
     assert llm.stats.drafts
 
 

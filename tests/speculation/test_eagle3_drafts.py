@@ -22,6 +22,7 @@ from tests.helpers.speculation import (
     ALONE,
     BUCKETS,
     CHOICE,
+    DRAWN,
     GREEDY,
     IDS,
     JOBS,
@@ -95,11 +96,11 @@ def test_drafts_are_the_published_ones(path, head, without):
     assert wanted[1] / wanted[0] > 0.2
 
 
-def test_all_options_in_one_batch(path, head, expected):
+def test_all_options_in_one_batch(path, head, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = drafting(path, head)
     for _ in range(2):
-        assert_same(run(llm, JOBS), expected)
+        assert_same(run(llm, DRAWN), drawn)
         assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
@@ -127,13 +128,13 @@ def test_what_is_refused(path, head, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_that_knows_nothing(path, head, expected):
+def test_a_head_that_knows_nothing(path, head, drawn):
     """Its weights are NaN, and so is all that it computes."""
     llm = drafting(path, head)
     weights, count = llm.engine.weights, len(llm.engine.model.specs)
     spoiled = (jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 1 << 20) for x in weights[count:])
     llm.engine.weights = (*weights[:count], *spoiled)
-    assert_same(run(llm, JOBS), expected)
+    assert_same(run(llm, DRAWN), drawn)
     assert llm.stats.drafts
 
 

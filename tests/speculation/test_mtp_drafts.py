@@ -18,6 +18,7 @@ from tests.helpers.mtp import PublishedMtp, make_target
 from tests.helpers.speculation import (
     ALONE,
     BUCKETS,
+    DRAWN,
     IDS,
     JOBS,
     assert_nothing_compiles,
@@ -75,11 +76,11 @@ def test_drafts_are_the_published_ones(path, without):
     assert_published(path, without)
 
 
-def test_all_options_in_one_batch(path, expected):
+def test_all_options_in_one_batch(path, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = tight(path, BUCKETS, decode_steps=3, speculation="mtp:3")
     for _ in range(2):
-        assert_same(run(llm, JOBS), expected)
+        assert_same(run(llm, DRAWN), drawn)
         assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
