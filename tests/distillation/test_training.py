@@ -84,7 +84,9 @@ def drafted(trained: Trained, row: int, position: int) -> np.ndarray:
     return np.concatenate(every)
 
 
-@pytest.mark.parametrize(("row", "position"), [(0, 0), (1, 4), (2, LENGTH - PASSES - 1)])
+@pytest.mark.parametrize(
+    ("row", "position"), [pytest.param(0, 0, marks=pytest.mark.slow), (1, 4), (2, LENGTH - PASSES - 1)]
+)
 def test_passes_equal_drafting_a_token_at_a_time(trained, row, position):
     passes = trained.passes.over(trained.weights, trained.outputs.features, trained.embeddings, PASSES)
     logits = np.stack([np.asarray(x)[row, position] for x in passes])

@@ -171,6 +171,7 @@ def test_what_is_not_compacted_is_what_it_would_be(checkpoint):
     assert not np.allclose(bounded[same:], expected[same:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_penalties_and_grammars_go_on(bounded):
     """What was generated counts, whatever the cache still has of it; and the host may choose tokens."""
     llm, prompt = bounded("llama"), PROMPTS[-1]

@@ -172,7 +172,8 @@ def lost(process: int, here: int) -> str:
     return f"inferlib: process {process} on {HOST} has ended; process {here} cannot go on without it"
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_dies_while_decoding(killed, start):
     running = start(2, "tp=2", "endless")
     running.until("decoding")

@@ -81,7 +81,7 @@ def assert_summaries(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "llama int4") else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
 )
 def test_rows_are_what_they_are_alone(kind, selecting):
     """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles."""

@@ -159,6 +159,7 @@ def test_what_cannot_be_is_named(checkpoint):
         plan_cache(abstract_model(odd, "float32"), rows=1, max_len=64, chunk=8, dtype="int4")
 
 
+@pytest.mark.slow
 def test_preempted_rows_of_int4_go_on_with_the_same_tokens(llm_of):
     """Alone, together, and together in fewer pages than the rows need."""
     llm, params = llm_of("ministral", True, "int4"), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

@@ -122,7 +122,7 @@ def test_lists_what_the_paper_lists(kind, method):
     assert len(sizes) > 2
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas_tpu"])
 def test_all_blocks_are_all_there_is(backend):
     """Full attention to the bit in XLA's form; a short list leaves something out."""
     it, options = inputs("normal"), AttentionOptions(SCALE)
@@ -151,6 +151,7 @@ def test_all_blocks_are_all_there_is(backend):
     close(part[3, 0], full[3, 0])  # the first block and its own are all that it sees
 
 
+@pytest.mark.slow
 def test_chunks_list_what_the_prompt_lists():
     """If they begin at multiples of 128; others have tiles of their own."""
     rng = np.random.default_rng(0)

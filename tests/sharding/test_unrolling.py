@@ -90,7 +90,7 @@ def test_the_cost_model_says_so_too(name):
     assert times[True].seconds <= times[False].seconds
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_tokens_and_probabilities_are_those_of_scanned_layers(quantization, checkpoint):
     """On a mesh of CPUs, bit for bit, and nothing compiles after the start."""
     sizes = Buckets(prefill=(8,), batch=(4,), cache=(64,))

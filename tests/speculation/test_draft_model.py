@@ -51,6 +51,7 @@ def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
     return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("draft", tokens, model), **more)
 
 
+@pytest.mark.slow
 def test_all_options_in_one_batch(path, other, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = drafting(path, other)

@@ -96,6 +96,7 @@ def test_drafts_are_the_published_ones(path, head, without):
     assert wanted[1] / wanted[0] > 0.2
 
 
+@pytest.mark.slow
 def test_all_options_in_one_batch(path, head, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = drafting(path, head)

@@ -37,7 +37,9 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("platforms", [("cpu",), ()], ids=["branches", "no branches"])
+@pytest.mark.parametrize(
+    "platforms", [pytest.param(("cpu",), marks=pytest.mark.slow), ()], ids=["branches", "no branches"]
+)
 def test_all_options_in_one_batch(platforms, path, without, expected, monkeypatch):
     """With cached prefixes, rows that lose their pages, and drafts of all kinds; the second time all is cached.
 

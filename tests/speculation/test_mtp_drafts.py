@@ -76,6 +76,7 @@ def test_drafts_are_the_published_ones(path, without):
     assert_published(path, without)
 
 
+@pytest.mark.slow
 def test_all_options_in_one_batch(path, drawn):
     """With cached prefixes and rows that lose their pages; the second time all is cached."""
     llm = tight(path, BUCKETS, decode_steps=3, speculation="mtp:3")
