@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from inferlib import Buckets
-from inferlib.config import ConfigurationError
 from inferlib.ops.backend import Backend
 from inferlib.programs import program
 from inferlib.programs.counter import compilations
@@ -188,12 +187,6 @@ def test_eight_devices(family, parallel, checkpoint):
     llm = build_llm(path, buckets, parallel=parallel, decode_steps=2, speculation=speculation)
     assert_same(run(llm, jobs), expected)
     assert llm.engine.stats.accepted_drafts
-
-
-@pytest.mark.slow
-def test_positions_that_are_split_are_refused(checkpoint):
-    with pytest.raises(ConfigurationError, match="leave cp out"):
-        build_llm(checkpoint("llama"), BUCKETS, parallel="cp=2", speculation="ngram:3")
 
 
 @pytest.mark.slow
