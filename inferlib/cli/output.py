@@ -156,9 +156,10 @@ class Summary:
         self._end = max(self._end, metrics.finished_time or -math.inf)
 
     def _of_tiers(self) -> str:
-        """How many of the tokens from the cache came from a tier, in brackets."""
+        """How many of the tokens from the cache came from a tier, or were prefilled by other devices, in brackets."""
         stats, before = self._llm.stats, self._before
         counts = {"the host": stats.host_tokens - before.host_tokens, "disk": stats.disk_tokens - before.disk_tokens}
+        counts["the devices that prefill"] = stats.handed_tokens - before.handed_tokens
         parts = [f"{count} by way of {name}" for name, count in counts.items() if count]
         return f" ({', '.join(parts)})" if parts else ""
 
