@@ -32,8 +32,14 @@ class PageSource(ABC):
         """A page is about to be taken for others. first: the number of its replica's first page."""
 
     @abstractmethod
+    def _begin(self, s: Sequence, match: Match) -> Fetch:
+        """Begin to bring the pages of a sequence behind a match."""
+
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
         """What a sequence that begins with a match has to wait for, before it can take what the source has of it."""
+        if s.fetch is None:
+            s.fetch = self._begin(s, match)
+        return s.fetch if s.fetch.pending else None
 
     def take(self, s: Sequence, match: Match) -> tuple[Match, list[Any]]:
         """What a sequence that starts takes of its engine's cache, and the contents of what it fetched behind that."""

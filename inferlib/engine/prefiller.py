@@ -84,11 +84,6 @@ class Prefiller(PageSource):
 
     # ---- for the scheduler
 
-    def awaited(self, s: Sequence, match: Match) -> Fetch | None:
-        if s.fetch is None:
-            s.fetch = self._begin(s, match)
-        return s.fetch if s.fetch.pending else None
-
     def take(self, s: Sequence, match: Match) -> tuple[Match, list[Handed]]:
         fetch, before = s.fetch, match.tokens
         match, pages = super().take(s, match)
@@ -198,6 +193,7 @@ class Prefiller(PageSource):
         except BaseException as error:  # what was lost is prefilled beside decoding
             log.warning("the devices that prefill failed: %s", error)
             ended = [twin for twin in self._jobs if twin.status is Status.FINISHED] or list(self._jobs)
+            self._lose_waiting()
         for twin in ended:
             self._finish(twin)
         return None
@@ -205,7 +201,7 @@ class Prefiller(PageSource):
     def _finish(self, twin: Sequence) -> None:
         """Hold the pages of a prompt, until there is room for them on the devices that decode."""
         job, pages = self._jobs.pop(twin), self.engine.scheduler.pages[0]
-        if twin.error is not None or pages.tree is None:
+        if twin.error is not None or twin.status is not Status.FINISHED or pages.tree is None:
             self.engine.cancel(twin)
             self._end(job.fetch)
             return
@@ -217,25 +213,40 @@ class Prefiller(PageSource):
 
     def _hand_over(self) -> None:
         """Send pages to the devices that decode, as long as there is room for them."""
-        tree, read = self.engine.scheduler.pages[0].tree, self._read
+        tree, size = self.engine.scheduler.pages[0].tree, CALL_PAGES * self._read.nbytes
         while self._waiting and tree is not None:
             fetch, nodes = self._waiting[0]
             pages = [node.page for node in nodes[fetch.first :]]
             batches = [pages[first : first + CALL_PAGES] for first in range(0, len(pages), CALL_PAGES)]
-            nbytes = len(batches) * CALL_PAGES * read.nbytes
-            if self._handed and self._handed + nbytes > _MOST_BYTES:
+            if self._handed and self._handed + len(batches) * size > _MOST_BYTES:
                 return
             del self._waiting[0]
-            sent = []
-            for batch in batches:
-                blocks = Blocks(self._write.received(read.read(self.engine.cache, batch)))
-                sent += [(Handed(blocks, place), "prefill") for place in range(len(batch))]
-                size = CALL_PAGES * read.nbytes
-                finalize(blocks, self._thread.post, partial(self._freed, size)).atexit = False
-                self._handed += size
+            try:
+                sent = [handed for batch in batches for handed in self._sent(batch)]
+            except Exception as error:  # memory, for one
+                log.warning("a prompt is prefilled beside decoding: its pages were not sent: %s", error)
+                sent = []
             tree.release(nodes)
             with suppress(RuntimeError):  # the interpreter ends
                 self._waiter.submit(self._arrived, fetch, sent)
+
+    def _sent(self, batch: list[int]) -> list[tuple[Handed, SourceName]]:
+        """Pages on their way to the devices that decode."""
+        blocks = Blocks(self._write.received(self._read.read(self.engine.cache, batch)))
+        size = CALL_PAGES * self._read.nbytes
+        finalize(blocks, self._thread.post, partial(self._freed, size)).atexit = False
+        self._handed += size
+        return [(Handed(blocks, place), "prefill") for place in range(len(batch))]
+
+    def _lose_waiting(self) -> None:
+        """The engine failed, and pages that were not sent yet are lost with its cache."""
+        pages = self.engine.scheduler.pages[0]
+        for fetch, nodes in self._waiting:
+            if pages.tree is not None:
+                pages.tree.release(nodes)
+            self._end(fetch)
+        self._waiting = []
+        pages.forget()
 
     def _freed(self, nbytes: int) -> None:
         self._handed -= nbytes
@@ -291,7 +302,7 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
         "run programs of their own, which artifacts do not have: leave artifacts out": compiled,
         "hand over whole pages, and layers have a ring or a state of each row": any(programs.plan.of_rows),
         f"hand over pages that prompts share, and {without}": without is not None,
-        "serve one replica: leave dp out of parallel": config.shards.replicas > 1,
+        "serve one replica: leave dp and ep out of parallel": config.shards.replicas > 1,
         "serve devices of one process": config.shards.several_processes,
         "take the place of tiers: leave host_cache and disk_cache out": config.has_tiers,
         "have no adapters: leave adapters and max_adapters out": config.adapters is not None,

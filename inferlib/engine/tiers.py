@@ -78,11 +78,9 @@ class Tiers(PageSource):
             self._evicted.setdefault(key, first + node.page)
 
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
-        if s.fetch is None:
-            if len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
-                return others[0]
-            s.fetch = self._begin(s, match)
-        return s.fetch if s.fetch.pending else None
+        if s.fetch is None and len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
+            return others[0]
+        return super().awaited(s, match)
 
     def lose(self) -> None:
         self._evicted = {}

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.option_text import read_option
+
 SINKS = 4  # first positions of a row, which always stay
 _INTERVAL = 32
 _TEXT = re.compile(r"([a-z0-9]+):(\d{1,9})(?::(\d{1,6}))?")
@@ -128,15 +130,12 @@ class CachePolicy:
     def read(value: Any) -> CachePolicy | None:
         """Of an option: a `CachePolicy`, text such as "keydiff:2048" or "keydiff:2048:32", or None. Raises
         ValueError."""
-        if value is None or isinstance(value, CachePolicy):
-            return value
-        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
-        if parts is None:
-            raise ValueError(
-                "cache_policy is text such as 'keydiff:2048', the positions that a row keeps, or 'keydiff:2048:32' to "
-                f"compact it after every 32 more, got {value!r:.100}"
-            )
-        return CachePolicy(parts[1], int(parts[2]), int(parts[3]) if parts[3] else _INTERVAL)
+        usage = (
+            "cache_policy is text such as 'keydiff:2048', the positions that a row keeps, or 'keydiff:2048:32' to "
+            "compact it after every 32 more"
+        )
+        make = lambda x: CachePolicy(x[1], int(x[2]), int(x[3]) if x[3] else _INTERVAL)  # noqa: E731
+        return read_option(value, CachePolicy, _TEXT, make, usage)
 
     def __str__(self) -> str:
         interval = () if self.interval == _INTERVAL else (self.interval,)

@@ -29,6 +29,7 @@ from inferlib.ops.decode_attention import IN_PLACE, decode_attention, write_new
 from inferlib.ops.decode_attention import choose as choose_decode
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.matmul import precision_of
+from inferlib.ops.option_text import read_option
 
 METHODS = ("quest",)
 # Up to so many blocks of a row are compared with one another, in a fraction of the time that a TPU takes to sort them.
@@ -62,15 +63,12 @@ class PageSelection:
     @staticmethod
     def read(value: Any) -> PageSelection | None:
         """Of an option: a `PageSelection`, text such as "quest:64" or "quest:64:16", or None. Raises ValueError."""
-        if value is None or isinstance(value, PageSelection):
-            return value
-        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
-        if parts is None:
-            raise ValueError(
-                "attention_pages is text such as 'quest:64', the pages that a step reads of a row, or 'quest:64:16', "
-                f"as many blocks of 16 positions, got {value!r:.100}"
-            )
-        return PageSelection(parts[1], int(parts[2]), int(parts[3]) if parts[3] else None)
+        usage = (
+            "attention_pages is text such as 'quest:64', the pages that a step reads of a row, or 'quest:64:16', as "
+            "many blocks of 16 positions"
+        )
+        make = lambda x: PageSelection(x[1], int(x[2]), int(x[3]) if x[3] else None)  # noqa: E731
+        return read_option(value, PageSelection, _TEXT, make, usage)
 
     def __str__(self) -> str:
         return ":".join(str(x) for x in (self.method, self.count, self.size) if x is not None)

@@ -22,6 +22,7 @@ from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.kv_cache import cells_of_rows
 from inferlib.ops.matmul import precision_of
+from inferlib.ops.option_text import read_option
 from inferlib.ops.prefill_attention import BlockList
 
 BLOCK, STRIDE = 128, 16
@@ -54,15 +55,12 @@ class SparsePrefill:
     def read(value: Any) -> SparsePrefill | None:
         """Of an option: a `SparsePrefill`, text such as "xattention:0.9" or "xattention:0.9:0.25", or None. Raises
         ValueError."""
-        if value is None or isinstance(value, SparsePrefill):
-            return value
-        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
-        if parts is None:
-            raise ValueError(
-                "sparse_prefill is text such as 'xattention:0.9', the share of attention that blocks are listed for, "
-                f"or 'xattention:0.9:0.25', with the most blocks as a share of the context's, got {value!r:.100}"
-            )
-        return SparsePrefill(parts[1], float(parts[2]), float(parts[3]) if parts[3] else SHARE)
+        usage = (
+            "sparse_prefill is text such as 'xattention:0.9', the share of attention that blocks are listed for, or "
+            "'xattention:0.9:0.25', with the most blocks as a share of the context's"
+        )
+        make = lambda x: SparsePrefill(x[1], float(x[2]), float(x[3]) if x[3] else SHARE)  # noqa: E731
+        return read_option(value, SparsePrefill, _TEXT, make, usage)
 
     def __str__(self) -> str:
         return f"{self.method}:{self.threshold:g}:{self.share:g}"

@@ -117,11 +117,6 @@ class PrefillSlice(PageSource):
         self._twins: dict[EngineSequence, Fetch] = {}
         self._arriving: list[tuple[float, Fetch]] = []
 
-    def awaited(self, s: EngineSequence, match: Match) -> Fetch | None:
-        if s.fetch is None:
-            s.fetch = self._begin(s, match)
-        return s.fetch if s.fetch.pending else None
-
     def _begin(self, s: EngineSequence, match: Match) -> Fetch:
         fetch, whole = Fetch(len(match.nodes)), (s.length - 1) // self.page
         if not goes_apart(s, match, self.page) or (self.beside and 2 * match.tokens >= s.length):

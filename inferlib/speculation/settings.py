@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inferlib.ops.option_text import read_option
 from inferlib.speculation.drafter import Drafter
 from inferlib.speculation.ngram import NgramDrafter
 
@@ -64,14 +65,9 @@ class Speculation:
     def read(value: Any) -> Speculation | None:
         """Of an option: a `Speculation`, text such as "ngram:3", "draft:NAME:3" or "eagle3:DIR:3", or None. Raises
         ValueError."""
-        if value is None or isinstance(value, Speculation):
-            return value
-        parts = _TEXT.fullmatch(value) if isinstance(value, str) else None
-        if parts is None:
-            raise ValueError(
-                f"speculation is Speculation(...) or text such as 'ngram:3' or 'draft:NAME:3', got {value!r:.100}"
-            )
-        return Speculation(parts[1], *([int(parts[3])] if parts[3] else []), model=parts[2])
+        usage = "speculation is Speculation(...) or text such as 'ngram:3' or 'draft:NAME:3'"
+        make = lambda x: Speculation(x[1], *([int(x[3])] if x[3] else []), model=x[2])  # noqa: E731
+        return read_option(value, Speculation, _TEXT, make, usage)
 
     def __str__(self) -> str:
         return ":".join(str(x) for x in (self.method, self.model, self.tokens) if x is not None)

@@ -105,6 +105,38 @@ def test_what_fails_is_prefilled_beside_decoding(apart, alone, monkeypatch, capl
         assert source.hit_tokens["prefill"]
 
 
+def test_pages_that_wait_are_lost_with_the_engine(apart, alone, monkeypatch, caplog):
+    """Another prompt fails while there is no room for the first one's pages, which its cache has no more then."""
+    with apart(KIND) as (engine, source):
+        monkeypatch.setattr(source, "_handed", 1 << 40)
+        first, second = (sequence(p, 5) for p in random_prompts([40, 50], seed=12))
+        engine.add(first)
+        while not source._waiting:
+            engine.advance()
+
+        def fail(*_, **__):
+            raise ValueError("broken")
+
+        monkeypatch.setattr(source.engine, "_send", fail)
+        assert run(engine, [second]) == [alone(KIND, second.prompt, 5)]
+        assert first.tokens == alone(KIND, first.prompt, 5)
+        assert "the devices that prefill failed: broken" in caplog.text
+        assert source.hit_tokens["prefill"] == 0
+        monkeypatch.undo()
+
+
+def test_pages_that_cannot_be_sent_are_computed_beside_decoding(apart, alone, monkeypatch, caplog):
+    with apart(KIND) as (engine, source):
+
+        def fail(blocks):
+            raise ValueError("no memory")
+
+        monkeypatch.setattr(source._write, "received", fail)
+        s = sequence(random_prompts([40], seed=13)[0], 5)
+        assert run(engine, [s]) == [alone(KIND, s.prompt, 5)]
+        assert "its pages were not sent: no memory" in caplog.text
+
+
 def test_sequences_that_are_cancelled_leave_nothing(apart, alone):
     with apart(KIND) as (engine, source):
         *others, last = (sequence(p, 5) for p in random_prompts([60] * 5, seed=10))
