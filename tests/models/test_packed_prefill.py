@@ -47,8 +47,9 @@ def test_a_step_holds_tiles_of_many_prompts(checkpoint):
 
 
 def test_tiles_by_the_kernel_for_gpus_have_the_logits_of_xla(checkpoint):
-    """Layers with rings and sinks, and full ones, in bfloat16."""
-    path, prompts = checkpoint("gpt_oss"), random_prompts([50, 33])
+    """Layers with rings and sinks, and full ones, in bfloat16. Each token takes every expert: where two experts score
+    alike, the last bit of attention would choose between them."""
+    path, prompts = checkpoint("gpt_oss", num_experts_per_tok=7), random_prompts([50, 33])
     by_xla, by_kernel = (
         build_llm(path, ONE_SIZE, dtype="bfloat16", backend=backend)
         for backend in (Backend(), Backend(prefill_attention="pallas_gpu"))
