@@ -402,9 +402,7 @@ class EngineConfig:
     host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
-    speculation: what drafts tokens that decode steps verify; None: nothing does. forced_drafts: steps whose tokens are
-    chosen with the host verify what grammars force, which recurrent layers cannot: their states take what stood within
-    the program.
+    speculation: what drafts tokens that decode steps verify; None: nothing does.
     attention_pages: which pages of a row decode steps read; None: all.
     sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
     cache_policy: which positions of a row its cache keeps; None: all.
@@ -434,7 +432,6 @@ class EngineConfig:
     snapshots: int | None = None
     itl: float | None = None
     speculation: Speculation | None = None
-    forced_drafts: bool = True
     attention_pages: PageSelection | None = None
     sparse_prefill: SparsePrefill | None = None
     cache_policy: CachePolicy | None = None
@@ -626,10 +623,8 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if no
-        layer selects pages or blocks, if the cache of a layer cannot be compacted, if layers cannot verify
-        `forced_drafts`, or if `draft`, the model that drafts, cannot do so for this one."""
-        if self.speculation is not None and self.forced_drafts and _has_states(model):
-            raise ConfigurationError("recurrent layers verify no drafts of the host: set forced_drafts=False")
+        layer selects pages or blocks, if the cache of a layer cannot be compacted, or if `draft`, the model that
+        drafts, cannot do so for this one."""
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
         if self.sparse_prefill is not None:
@@ -911,13 +906,10 @@ class EngineOptions:
             **self.tiers,
             snapshots=self.snapshots,
             itl=self.itl,
-            **self._drafting(model),
+            speculation=speculation_option(self.speculation),
             **self.approximations,
             adapters=self.adapters,
         )
-
-    def _drafting(self, model: ModelConfig | None) -> dict[str, Any]:
-        return {"speculation": speculation_option(self.speculation), "forced_drafts": not _has_states(model)}
 
     def _layers(
         self, device: DeviceKind, shards: Shards, model: ModelConfig | None, quantization: Quantization | None
@@ -971,10 +963,6 @@ class EngineOptions:
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
         return model.context if most is None else min(model.context, most)
-
-
-def _has_states(model: ModelConfig | None) -> bool:
-    return model is not None and any(isinstance(layer.attention, Recurrent) for layer in model.layers)
 
 
 def check_selecting(model: ModelConfig, option: str) -> None:

@@ -419,7 +419,7 @@ class Engine:
             self.cache = self.source.write(self.cache)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
-            for leaf in jax.tree.leaves(output._replace(logits=None)):
+            for leaf in jax.tree.leaves(output._replace(logits=None, inputs=None)):
                 leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
         return output
@@ -514,7 +514,11 @@ class Engine:
         chunk = (self._chunk_input(dispatch),) if dispatch.chunks else ()
         program = self._program(dispatch.following)
         start = time.perf_counter()
-        self.state, chosen = program(self.state, logits, masks, *chunk)
+        if output.inputs is None:
+            self.state, chosen = program(self.state, logits, masks, *chunk)
+        else:
+            settled = program(self.weights, self.cache, self.state, logits, masks, output.inputs)
+            self.cache, self.state, chosen = settled
         for leaf in jax.tree.leaves(chosen):
             leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start

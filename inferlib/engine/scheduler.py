@@ -273,8 +273,6 @@ class Scheduler:
         rows = pick(self.config.row_buckets, 1 + max(s.row % self.config.rows for s in unfinished))
         if (mode := self._mode(running)) in DEVICE_MODES:
             drafts = self.profit.choose(unfinished, mode, rows)
-        elif not self.config.forced_drafts:
-            drafts = 0
         else:
             self._forced = forced_tokens(running)
             certain = [len(self._forced.get(s, ())) for s in unfinished]

@@ -32,6 +32,7 @@ from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState, map_state, state_axes
+from inferlib.programs.unsettled import Inputs, has_states, of_device, on_device, spec_of
 from inferlib.programs.verification import (
     Advance,
     Tally,
@@ -179,7 +180,8 @@ class StepOutput(NamedTuple):
     n the devices that a chunk's tokens are dealt out to; or pooled hidden states [P, 2, D], see `_Maker.pooled`.
     load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps, drafts included; if
     that is counted, and for each replica and each of the n. logits: in place of tokens, if they are chosen by another
-    program. tally [B] each: of decode steps with speculation, see `Tally`."""
+    program. tally [B] each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that program
+    verifies, what recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -189,6 +191,13 @@ class StepOutput(NamedTuple):
     load: jax.Array | None = None
     logits: Logits | None = None
     tally: Tally | None = None
+    inputs: Inputs | None = None
+
+
+def settles_states(model: AbstractModel, key: ProgramKey) -> bool:
+    """True if the second program of a step advances states, by what the first one read: it then takes the weights and
+    the cache too."""
+    return bool(key.part and key.drafts) and has_states(model.config)
 
 
 def build(
@@ -199,7 +208,8 @@ def build(
     drafter: ModelDrafter | None = None,
 ) -> Callable:
     """The function `(weights, cache, state, control[, chunk, prefixes or drafts]) -> (cache, state, StepOutput)` of a
-    key; of one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`.
+    key; of one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`, or if it settles states,
+    `(weights, cache, state, logits, masks, inputs) -> (cache, state, StepOutput)`.
 
     prefixes: see `unpack_prefixes`, of a program with `cascade`. drafts [B, C - 1]: of the first of two programs.
     drafter: a model that drafts, whose weights and cache lie behind the model's.
@@ -210,7 +220,8 @@ def build(
     step = maker.forward if key.mode == "embed" else maker.step
     whole = step if key.chunks else maker.decode
     forward = maker.forward_drafts if key.drafts else maker.forward
-    function = {"forward": forward, "choose": maker.choose}.get(key.part, whole)
+    settles = settles_states(model, key)
+    function = {"forward": forward, "choose": maker.choose_settling if settles else maker.choose}.get(key.part, whole)
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
@@ -219,12 +230,15 @@ def build(
     more = (spec((axes.ROWS, None)),) if key.cascade or (key.drafts and key.part == "forward") else more
     tally = config.speculation is not None and not key.chunks and not key.part
     output = _output_specs(spec, key, load=config.expert_load, tally=tally)
+    returned = (tuple(spec(array.axes) for array in plan.arrays), state)
+    weights = model.specs + (() if drafter is None else drafter.model.specs)
+    taken = (tuple(spec(w.axes) for w in weights), *returned, spec((axes.ROWS, None)))
     if key.part == "choose":
-        taken, returned = (state, _logits_specs(spec, key), _masks_specs(spec, key)), (state,)
-    else:
-        returned = (tuple(spec(array.axes) for array in plan.arrays), state)
-        weights = model.specs + (() if drafter is None else drafter.model.specs)
-        taken = (tuple(spec(w.axes) for w in weights), *returned, spec((axes.ROWS, None)))
+        to_choose = _logits_specs(spec, key), _masks_specs(spec, key)
+        taken, returned = ((state, *to_choose), (state,)) if not settles else ((*taken[:3], *to_choose), returned)
+    if settles:
+        inputs = spec_of(config.shards)
+        taken, output = (*taken, inputs) if key.part == "choose" else taken, output._replace(inputs=inputs)
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
@@ -321,7 +335,7 @@ class _Pass(NamedTuple):
     mailboxes: Mailboxes | None
     load: jax.Array | None
     features: jax.Array | None
-    inputs: tuple[tuple[jax.Array, ...], ...]
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -437,14 +451,14 @@ class _Maker:
         fused = hidden_of_tokens(fused, counts)
         return rows._replace(features=rows.features.at[:, : fused.shape[1]].set(fused), first=rows.length)
 
-    def replayed(self, ran: _Pass, counts: jax.Array) -> tuple[jax.Array, ...]:
+    def replayed(self, decoder: Decoder, cache, inputs: Inputs, counts: jax.Array) -> tuple[jax.Array, ...]:
         """The cache after a decode step in which `counts` [B] tokens of each row stand: states of recurrent layers have
-        these alone."""
-        if not any(ran.inputs):
-            return ran.cache
-        caches, of_drafts = self.split(ran.cache)
-        caches = tuple(replace(cache, inputs=inputs) for cache, inputs in zip(caches, ran.inputs, strict=True))
-        return self.plan.flatten(replay(ran.decoder, caches, counts) + of_drafts)
+        these alone. inputs: of each block, what the step read."""
+        if not any(inputs):
+            return cache
+        caches, of_drafts = self.split(cache)
+        caches = tuple(replace(cache, inputs=of_block) for cache, of_block in zip(caches, inputs, strict=True))
+        return self.plan.flatten(replay(decoder, caches, counts) + of_drafts)
 
     def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
         return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
@@ -557,7 +571,8 @@ class _Maker:
         rows = self.stored(weights, ran, rows, counts)
         before = rows.length
         rows, sampled, tally = accepted(self.advance_at(rows, logits, drafts), rows, drafts, logits.shape[1])
-        return self.replayed(ran, rows.length - before), rows, ran.mailboxes, _Step(sampled, ran.load, tally)
+        cache = self.replayed(ran.decoder, ran.cache, ran.inputs, rows.length - before)
+        return cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
@@ -666,7 +681,7 @@ class _Maker:
         batch, _ = verification_batch(rows, drafts, self.model.config.vocab)
         cache, state = self.followed(weights, ran, state, batch, None)
         output = StepOutput(jnp.zeros((1, 0), jnp.int32), load=ran.load, logits=Logits(None, logits))
-        return cache, state, output
+        return cache, state, output._replace(inputs=of_device(ran.inputs) if any(ran.inputs) else None)
 
     def choose(
         self, state: RowState, logits: Logits, masks: Masks, chunk: ChunkInput | None = None
@@ -683,6 +698,14 @@ class _Maker:
             state, first = self.admit(state, logits.chunks, masks.chunks, chunk, info)
             output = output._replace(chunk_tokens=first.token, chunk_sampled=first if scored else None)
         return state, output
+
+    def choose_settling(self, weights, cache, state: RowState, logits: Logits, masks: Masks, inputs: Inputs):
+        """`choose`, and the cache whose states have the tokens that stand. inputs: of the step's first program."""
+        before = state.head(self.key.rows).length
+        state, output = self.choose(state, logits, masks)
+        decoder = self.model.merge(weights[: len(self.model.specs)])
+        counts = state.head(self.key.rows).length - before
+        return self.replayed(decoder, cache, on_device(inputs), counts), state, output
 
     def choose_rows(self, rows: RowState, logits: jax.Array, masks: Masks) -> tuple[RowState, Sampled]:
         """The rows behind their next token, and this, [1, B]; or with drafts [C, B]."""

@@ -41,6 +41,7 @@ from inferlib.programs.program import (
     build,
     config_axes,
     prefix_shape,
+    settles_states,
 )
 from inferlib.programs.row_changes import (
     Adapt,
@@ -66,6 +67,7 @@ from inferlib.programs.row_changes import (
 from inferlib.programs.row_snapshots import restore_rows, save_rows
 from inferlib.programs.row_state import RowState, map_state
 from inferlib.programs.start_functions import prepared, run
+from inferlib.programs.unsettled import sharding_of
 from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
@@ -237,7 +239,7 @@ class ProgramSet:
         platform: to lower for, if that is not the devices' own: JAX needs no plugin for it.
         """
         inputs = self.inputs(key)
-        takes_weights, free = key.part != "choose", {}
+        takes_weights, free = key.part != "choose" or settles_states(self.model, key), {}
         donated = (1, 2) if takes_weights else (0,)
         if self._free and takes_weights:
             # Free layouts cannot be part of a ShapeDtypeStruct.
@@ -472,12 +474,10 @@ class ProgramSet:
         if key.part == "choose":
             logits = Logits(self._logits(key.chunks), self._logits(key.rows, key.drafts))
             masks = Masks(self._mask(key.chunks), self._mask(key.rows, key.drafts), self._drafts(key))
+            if settles_states(self.model, key):
+                return *self._weights_and_cache, state, logits, masks, self._unsettled(key)
             return state, logits, masks, *chunk
-        weights = tuple(
-            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
-            for spec, format in zip(self.specs, self.formats, strict=True)
-        )
-        cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
+        weights, cache = self._weights_and_cache
         control = struct((shards.replicas, config.rows + 1), jnp.int32, (axes.ROWS, None))
         if key.cascade:
             tiles, width = prefix_shape(key.rows)
@@ -486,6 +486,24 @@ class ProgramSet:
         if key.part and key.drafts:
             return weights, cache, state, control, self._drafts(key)
         return weights, cache, state, control, *chunk
+
+    @property
+    def _weights_and_cache(self) -> tuple[tuple, tuple]:
+        """These as shapes."""
+        weights = tuple(
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
+            for spec, format in zip(self.specs, self.formats, strict=True)
+        )
+        return weights, tuple(self._struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
+
+    def _unsettled(self, key: ProgramKey) -> Any:
+        """What the first program of a step leaves its second one of states, as shapes."""
+        first = replace(key, mode="processed", limit=self.config.limits[0], part="forward")
+        with self._known_device():
+            built = build(self.model, self.plan, self.config, first, self.drafter)
+            *_, output = jax.eval_shape(built, *self.inputs(first))
+        place = sharding_of(self.config.shards)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), output.inputs)
 
     def _logits(self, rows: int, drafts: int = 0) -> Any:
         """Logits of so many rows of each replica as a shape; None of none."""
@@ -576,7 +594,7 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
                 steps = {config.decode_steps, *([1] if rows in config.one_step_buckets else [])}
                 sizes = itertools.product(sorted(steps), config.speculation.counts)
                 keys += [ProgramKey(mode, rows, limit, k, drafts=count) for k, count in sizes]
-            if config.speculation is not None and config.forced_drafts and mode == "processed":
+            if config.speculation is not None and mode == "processed":
                 keys += [ProgramKey(mode, rows, limit, drafts=count) for count in config.speculation.counts]
             if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))

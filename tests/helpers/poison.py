@@ -182,7 +182,7 @@ def _where(valid: np.ndarray, array: jax.Array, bad: float) -> jax.Array:
 
 
 @contextlib.contextmanager
-def before_each_dispatch(llm: LLM, act: Callable[[Engine], None]) -> Iterator[None]:
+def before_each_dispatch(llm: LLM, act: Callable[[Engine], object]) -> Iterator[None]:
     """`llm` with a new engine, one dispatch at a time, and `act` before each. Without snapshots, whatever left a window
     is not valid."""
     with new_engine(llm, in_flight=1, prefix_caching=False) as engine:

@@ -78,6 +78,19 @@ def test_forced_tokens_take_fewer_steps(path, without):
     assert stats.dispatches <= 3 + count // 4
 
 
+def test_states_take_the_forced_tokens_that_stand(checkpoint):
+    """With rows that lose their pages; the second time where states and cells that are not valid hold NaN."""
+    jobs = [(prompt, dataclasses.replace(params, logprobs=None)) for prompt, params in JOBS]
+    expected = run(build_llm(checkpoint("qwen3_5_text"), BUCKETS), jobs)
+    llm = tight(checkpoint("qwen3_5_text"), BUCKETS, decode_steps=2, speculation="ngram:3")
+    assert_same(run(llm, jobs), expected)
+    with before_each_dispatch(llm, poison):
+        assert_same(run(llm, jobs), expected)
+    assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.accepted_drafts > 40
+
+
 # ---- further cases
 
 
@@ -115,16 +128,22 @@ def test_answers_to_random_schemas(path):
 
 
 @pytest.mark.slow
-def test_models_with_states_draft_none(checkpoint):
-    """Rows with a grammar and rows beside them, which draft as soon as they are alone."""
-    expected = run(build_llm(checkpoint("lfm2"), BUCKETS), JOBS[4:])
-    llm = build_llm(checkpoint("lfm2"), BUCKETS, speculation="ngram:3")
-    assert_same(run(llm, JOBS[4:]), expected)
-    assert llm.stats.drafts
+@pytest.mark.parametrize("options", [{"scan": True}, {"parallel": "tp=2"}, {"parallel": "dp=2"}], ids=str)
+def test_scanned_states_and_those_of_a_mesh(options, checkpoint):
+    family = "nemotron_h" if "scan" in options else "qwen3_5_text"
+    expected = run(build_llm(checkpoint(family), BUCKETS), JOBS)
+    llm = build_llm(checkpoint(family), BUCKETS, speculation="ngram:3", **options)
+    assert_same(run(llm, JOBS), expected)
+    assert_accounted(llm.engine)
+    assert llm.stats.accepted_drafts
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_warm_up(path, expected):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_nothing_compiles_after_the_warm_up(family, path, expected, checkpoint):
+    if family != "llama":
+        path = checkpoint(family)
+        expected = run(build_llm(path, BUCKETS), JOBS)
     llm = tight(path, dataclasses.replace(BUCKETS, cache=(64,)), decode_steps=2, speculation="ngram:3")
     llm.warmup(("greedy", "sample", "logprobs", "processed"))
     before = compilations()
