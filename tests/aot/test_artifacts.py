@@ -182,6 +182,24 @@ def test_quantised_programs(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_programs_with_a_cache_of_four_bits(model, tmp_path):
+    folder = tmp_path / "int4"
+    result = compile_into(folder, model, "--kv-cache-dtype", "int4", "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = dict(max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    here = LLM(model, kv_cache_dtype="int4", **options)
+    llm = LLM(model, artifacts=folder, progress=False)
+    assert {array.dtype.name for array in llm.engine.cache} == {"uint8"}
+    prompts = [[5, 6, 7], [9, 4, 30, 11]]
+    tokens = [[o.outputs[0].token_ids for o in x.generate(prompts, greedy)] for x in (llm, here)]
+    assert tokens[0] == tokens[1]
+    assert llm.stats.program_misses == 0
+    with pytest.raises(ArtifactError, match="kv_cache_dtype is int4 in its programs, and int8 here"):
+        LLM(model, artifacts=folder, kv_cache_dtype="int8", progress=False)
+
+
+@pytest.mark.slow
 def test_programs_with_speculation(model, tmp_path):
     folder = tmp_path / "ngram"
     result = compile_into(folder, model, "--speculation", "ngram:1", "--modes", "greedy")

@@ -145,6 +145,33 @@ def test_what_was_evicted_comes_back_from_disk(kind, tight, alone, tmp_path):
             assert (stats.host_tokens, stats.disk_pages, stats.disk_bytes) == (0, len(files), sum(files))
 
 
+def test_cells_of_four_bits_come_back_byte_for_byte(tight, tmp_path):
+    """From the host, and in another engine from disk."""
+    llm, prompt = tight("llama int4"), prompt_of(40, 0, 8)
+
+    def cells(engine: Engine) -> list[np.ndarray]:
+        nodes = engine.scheduler.pages[0].tree.match(None, encoded(prompt), 33).nodes
+        pages, transfer = [node.page for node in nodes], engine.source.transfer
+        return [array for page in transfer.cut(transfer.read(engine.cache, pages), pages) for array in page]
+
+    with new_engine(llm, host_cache=40 * page_bytes(llm), disk_cache=tmp_path) as engine:
+        run(engine, [sequence(prompt, 5)])
+        written = cells(engine)
+        assert [(array.dtype, bool(array.any())) for array in written] == [(np.dtype(np.uint8), True)] * 2
+        crowd_out(engine)
+        assert not cells(engine)
+        run(engine, [sequence(prompt, 5)])
+        assert engine.source.hit_tokens == {"host": 32, "disk": 0}
+        for array, before in zip(cells(engine), written, strict=True):
+            np.testing.assert_array_equal(array, before)
+        crowd_out(engine)
+    with new_engine(llm, disk_cache=tmp_path) as engine:
+        run(engine, [sequence(prompt, 5)])
+        assert engine.source.hit_tokens == {"host": 0, "disk": 32}
+        for array, before in zip(cells(engine), written, strict=True):
+            np.testing.assert_array_equal(array, before)
+
+
 def test_what_the_host_has_no_room_for_is_on_disk(tight, alone, tmp_path):
     """A page that came from disk is on the host after that."""
     kind, prompt = "llama stacked", prompt_of(40, 0, 30)

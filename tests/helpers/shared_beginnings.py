@@ -30,6 +30,8 @@ PAGED = {
     "minicpm3": {},
     "gemma3n_text": {"scan": True},
 }
+# Cells of bytes: so coarse a rounding shows the last bit of a sum, so tokens may differ by the shapes of programs.
+PACKED = {"llama int4": {"scan": True, "kv_cache_dtype": "int4"}}
 # Rings or states beside pages, with snapshots of them.
 BESIDE = {
     "gpt_oss": {},  # rings, with sinks
@@ -46,7 +48,7 @@ BESIDE = {
 
 def build_tight(path: Path, kind: str) -> LLM:
     """Four rows that share pages for a sequence and a half, and three snapshots of what is beside pages."""
-    options: dict[str, Any] = {"page_size": PAGE, "decode_steps": 4, **(PAGED | BESIDE)[kind]}
+    options: dict[str, Any] = {"page_size": PAGE, "decode_steps": 4, **(PAGED | PACKED | BESIDE)[kind]}
     options |= {"snapshots": 3} if kind in BESIDE else {}
     whole = build_llm(path, LEAST, **options).engine.plan
     of_page, of_rows = whole.bytes_of()
