@@ -276,7 +276,7 @@ class CachePlan:
     def exact_snapshots(self) -> bool:
         """True if a snapshot serves those alone that go on where it was saved: a state does not go back, as a ring does
         (see `Snapshots`)."""
-        return any(isinstance(block, BlockState) for block in self.blocks)
+        return any(isinstance(block, BlockState) for block in self.every_block)
 
     def no_prefix_caching(self, config: EngineConfig) -> str | None:
         """Why prompts that begin alike do not share pages; None if they do."""
@@ -339,8 +339,8 @@ def plan_cache(
     drafts, whose cells lie in the same pages.
 
     Raises ConfigurationError for a name of KV_CACHE_DTYPES if no layer has keys and values, if a "tpu" needs other
-    cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, for blocks that no page divides
-    into, and for a model that drafts and has rings or states.
+    cells (see `_attention`), for a pool that cannot hold one sequence of `max_len`, and for blocks that no page divides
+    into.
     """
     named = dtype if dtype in KV_CACHE_DTYPES else None
     if named and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
@@ -353,24 +353,9 @@ def plan_cache(
     page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
     of_drafts = others[0] if others else ()
-    if drafting is not None:
-        _check_drafting(drafting, of_drafts)
     plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts, bound=pool.bound)
     plan = plan.with_snapshots(pool, shards)
     return _with_pages(plan, shards, pool.memory)
-
-
-def _check_drafting(model: AbstractModel, blocks: Sequence[BlockCache | BlockState]) -> None:
-    """Raise ConfigurationError for layers whose cache is not of pages: it could not go back to where a prompt that is
-    cached ends."""
-    for block, layers in zip(blocks, model.blocks(), strict=True):
-        if not block.paged:
-            mixer = model.config.layers[layers[0]].attention
-            what = f"a state ({mixer.title})" if isinstance(mixer, Recurrent) else f"a window of {mixer.reach} tokens"
-            raise ConfigurationError(
-                f"the model that drafts has layers with {what} (layer {layers[0]}), and drafts need one whose cache is "
-                "all of pages: take another, or a smaller max_len than the window"
-            )
 
 
 def _of_one_page(plan: CachePlan, shards: Shards) -> CachePlan:

@@ -252,9 +252,10 @@ def build(
 
 def config_axes(config: EngineConfig, drafter: ModelDrafter | None = None) -> Any:
     """The logical axes of the rows' state that programs of a config take."""
-    features = drafter is not None and bool(drafter.feature_layers)
     there = {"adapters": config.adapters is not None, "compacted": config.compacted is not None}
-    return state_axes(history=config.speculation is not None, features=features, **there)
+    if drafter is not None:
+        there |= {"features": bool(drafter.feature_layers), "pending": drafter.defers}
+    return state_axes(history=config.speculation is not None, **there)
 
 
 def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
@@ -399,7 +400,9 @@ class _Maker:
         model, count = drafter.model, len(self.model.specs)
         context = partial(self.context, model.config, drafter.backend, rows.pages)
         modules = model.module(weights[count:]), self.model.merge(weights[:count])
-        return DraftTools(*modules, context, partial(self.drafted, rows), rows.counts.shape[1], self.config.shards)
+        speculation, columns = self.config.speculation, rows.counts.shape[1]
+        most = 1 if speculation is None else 1 + speculation.tokens
+        return DraftTools(*modules, context, partial(self.drafted, rows), columns, most, self.config.shards)
 
     def drafted(self, rows: RowState, logits: jax.Array, ahead: jax.Array | int) -> jax.Array:
         """The token that each row would choose by these logits, so many tokens behind its next one."""
@@ -419,17 +422,17 @@ class _Maker:
         caches, of_drafts = self.split(ran.cache)
         step = Followed(batch, following, self.draft_rows(rows), ran.features)
         after = self.drafter.follow(self.tools(self.drafter, weights, state), of_drafts, step)
-        if after.rows is not None and after.ends is not None:
+        if after.rows is not None:
             state = state.with_head(rows._replace(**after.rows._asdict()))
-            if chunk is not None:
-                at = jnp.where(info["last"] != 0, info["row"], state.token.size)
-                state = state.with_pending(at, after.ends, info["start"] + info["length"] - 1)
+        if chunk is not None and after.ends is not None:
+            at = jnp.where(info["last"] != 0, info["row"], state.token.size)
+            state = state.with_pending(at, *after.ends)
         return self.plan.flatten(caches + after.caches), state
 
     def draft_rows(self, rows: RowState) -> DraftRows:
         """Rows as a model that drafts takes them."""
         assert rows.history is not None
-        pending = None if rows.features is None or rows.first is None else Pending(rows.features, rows.first)
+        pending = None if rows.first is None else Pending(rows.features, rows.first)
         return DraftRows(rows.history, rows.length, jnp.where(rows.active, rows.budget, 0), pending)
 
     def proposed(self, speculation: Speculation, weights, cache, rows: RowState):
@@ -444,12 +447,12 @@ class _Maker:
         return self.plan.flatten(caches + of_drafts), drafts
 
     def stored(self, weights, ran: _Pass, rows: RowState, counts: jax.Array) -> RowState:
-        """The rows with the features of a decode step's tokens, of which `counts` [B] count, as pending."""
-        if self.drafter is None or ran.features is None or rows.features is None:
+        """The rows with what is pending after a decode step that verified `counts` [B] tokens of each."""
+        if (drafter := self.drafter) is None:
             return rows
-        fused = self.drafter.fused(self.tools(self.drafter, weights, rows), ran.features)
-        fused = hidden_of_tokens(fused, counts)
-        return rows._replace(features=rows.features.at[:, : fused.shape[1]].set(fused), first=rows.length)
+        tools = self.tools(drafter, weights, rows)
+        pending = drafter.pending(tools, self.draft_rows(rows), ran.features, counts)
+        return rows if pending is None else rows._replace(**pending._asdict())
 
     def replayed(self, decoder: Decoder, cache, inputs: Inputs, counts: jax.Array) -> tuple[jax.Array, ...]:
         """The cache after a decode step in which `counts` [B] tokens of each row stand: states of recurrent layers have

@@ -300,7 +300,8 @@ class ProgramSet:
         if config.speculation is not None and drafter is not None and drafter.feature_layers:
             features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
         sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
-        return (*sizes, history, config.adapters is not None, features, config.compacted is not None)
+        pending = drafter is not None and drafter.defers
+        return (*sizes, history, config.adapters is not None, features, config.compacted is not None, pending)
 
     @property
     def state_axes(self) -> Any:

@@ -22,7 +22,8 @@ class RowState(NamedTuple):
     history [R, max_len]: the token at each position up to `length`, if drafts are made of it; else None.
     adapter [R]: the slot of a row's adapter, 0 if it has none, which `row_changes` alone changes; None if no weight has
     adapters.
-    features [R, C, D], first [R]: what a model that drafts has yet to run, if it reads hidden states, see `Pending`.
+    features [R, C, D], first [R]: what a model that drafts has yet to run, if it defers, see `Pending`; the former only
+    if it reads hidden states.
     dropped [R]: positions before a row's last cell that its cache no longer has, if caches are compacted; else None.
     """
 
@@ -50,9 +51,10 @@ class RowState(NamedTuple):
         adapters: bool = False,
         features: tuple[int, int, str] | None = None,
         compacted: bool = False,
+        pending: bool = False,
     ) -> RowState:
         """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some.
-        compacted: caches are compacted."""
+        compacted: caches are compacted. pending: a model that drafts defers."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -71,7 +73,7 @@ class RowState(NamedTuple):
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
             adapter=vector() if adapters else None,
             features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
-            first=None if features is None else vector(),
+            first=vector() if pending else None,
             dropped=vector() if compacted else None,
         )
 
@@ -100,12 +102,15 @@ class RowState(NamedTuple):
         rows = jnp.where(first, rows, self.dropped.size)
         return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"))
 
-    def with_pending(self, rows: jax.Array, features: jax.Array, positions: jax.Array) -> RowState:
-        """The state in which features [P, D] of these positions are pending of rows, and nothing else of theirs."""
-        if self.features is None or self.first is None:
+    def with_pending(self, rows: jax.Array, features: jax.Array | None, first: jax.Array) -> RowState:
+        """The state in which tokens from positions `first` [P] on are pending of rows [P], with features [P, D] of the
+        first of them, if there are any."""
+        if self.first is None:
             return self
-        features = self.features.at[rows, 0].set(features, mode="drop")
-        return self._replace(features=features, first=self.first.at[rows].set(positions, mode="drop"))
+        state = self._replace(first=self.first.at[rows].set(first, mode="drop"))
+        if self.features is None or features is None:
+            return state
+        return state._replace(features=self.features.at[rows, 0].set(features, mode="drop"))
 
 
 _ROW = (axes.ROWS,)
@@ -116,9 +121,11 @@ STATE_AXES: Any = RowState._make(
 )
 
 
-def state_axes(*, history: bool, adapters: bool, features: bool = False, compacted: bool = False) -> Any:
+def state_axes(
+    *, history: bool, adapters: bool, features: bool = False, compacted: bool = False, pending: bool = False
+) -> Any:
     """The logical axes of the fields of a state with or without these; None of those that it lacks."""
-    there = {"history": history, "adapter": adapters, "features": features, "first": features, "dropped": compacted}
+    there = {"history": history, "adapter": adapters, "features": features, "first": pending, "dropped": compacted}
     return STATE_AXES._replace(**{name: None for name, present in there.items() if not present})
 
 

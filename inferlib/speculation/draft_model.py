@@ -21,6 +21,7 @@ from jax import lax
 
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch
+from inferlib.models.decoder import Forward
 from inferlib.ops.backend import Backend
 from inferlib.speculation.drafter import (
     AfterStep,
@@ -28,6 +29,7 @@ from inferlib.speculation.drafter import (
     DraftRows,
     DraftTools,
     Followed,
+    Pending,
     arrays_of,
     with_arrays,
 )
@@ -44,37 +46,49 @@ class DraftModel:
     def feature_layers(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def defers(self) -> bool:
+        return False
+
     def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
         return AfterStep(tools.module(tools.context(step.batch), caches).cache)
 
-    def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
-        raise NotImplementedError("a draft model reads no features")
+    def pending(
+        self, tools: DraftTools, rows: DraftRows, features: jax.Array | None, counts: jax.Array
+    ) -> Pending | None:
+        return None
 
-    def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
-        """The first step takes a row's last two tokens: if all drafts stood before, the last of them has no cell."""
+    def begin(self, tools: DraftTools, caches: Caches, rows: DraftRows) -> tuple[jax.Array, Caches]:
+        """The first draft [B] of each row. The step takes a row's last two tokens: if all drafts stood before, the last
+        of them has no cell."""
         positions = jnp.maximum(rows.lengths[:, None] + jnp.array([-1, 0]), 0)
         tokens, runs = jnp.take_along_axis(rows.history, positions, axis=1, mode="clip"), rows.room > 0
         batch = StepBatch.of_rows(tokens, jnp.where(runs, rows.lengths + 1, 0), jnp.where(runs, 2, 0))
-        first, caches = self._draft(tools, batch, caches, 0)
+        ran = tools.module(tools.context(batch), caches)
+        return self.chosen(tools, batch, ran, 0), ran.cache
+
+    def after(self, tools: DraftTools, begun: Caches, caches: Caches) -> Caches:
+        """The caches that drafting leaves: `begun` behind the first draft, `caches` behind the last one."""
+        return caches
+
+    def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
+        first, begun = self.begin(tools, caches, rows)
 
         def step(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             arrays, drafts = carry
-            lengths = jnp.where(rows.room > i, rows.lengths + 1 + i, 0)
             token = lax.dynamic_index_in_dim(drafts, i - 1, axis=1, keepdims=False)
-            token, after = self._draft(tools, StepBatch.of_rows(token, lengths), with_arrays(caches, arrays), i)
-            return arrays_of(after), lax.dynamic_update_index_in_dim(drafts, token, i, axis=1)
+            batch = StepBatch.of_rows(token, jnp.where(rows.room > i, rows.lengths + 1 + i, 0))
+            ran = tools.module(tools.context(batch), with_arrays(begun, arrays))
+            token = self.chosen(tools, batch, ran, i)
+            return arrays_of(ran.cache), lax.dynamic_update_index_in_dim(drafts, token, i, axis=1)
 
-        drafts = jnp.zeros((tokens.shape[0], count), jnp.int32).at[:, 0].set(first)
+        drafts = jnp.zeros((first.size, count), jnp.int32).at[:, 0].set(first)
         if count == 1:
-            return caches, drafts
-        arrays, drafts = lax.fori_loop(1, count, step, (arrays_of(caches), drafts))
-        return with_arrays(caches, arrays), drafts
+            return begun, drafts
+        arrays, drafts = lax.fori_loop(1, count, step, (arrays_of(begun), drafts))
+        return self.after(tools, begun, with_arrays(begun, arrays)), drafts
 
-    def _draft(
-        self, tools: DraftTools, batch: StepBatch, caches: Caches, ahead: jax.Array | int
-    ) -> tuple[jax.Array, Caches]:
+    def chosen(self, tools: DraftTools, batch: StepBatch, ran: Forward, ahead: jax.Array | int) -> jax.Array:
         """Drafts [B] behind the last token of each row of a step, `ahead` tokens behind its next one."""
-        context = tools.context(batch)
-        ran = tools.module(context, caches)
         last = ran.hidden.reshape(*batch.decode_tokens.shape, -1)[:, -1]
-        return tools.choose(tools.module.logits(last, context.shards, context.backend.matmul), ahead), ran.cache
+        return tools.choose(tools.module.logits(last, tools.shards, self.backend.matmul), ahead)

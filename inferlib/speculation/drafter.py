@@ -46,17 +46,17 @@ class Drafter(Protocol):
 
 
 class Pending(NamedTuple):
-    """What a drafter that reads features has yet to run of each row: features [B, C, D] of tokens from position first
-    [B] on, up to the row's last cell. They are at most C, as many as a step verifies."""
+    """What a drafter has yet to run of each row, if it `defers`: the tokens from position first [B] on, at most C, as
+    many as a step verifies. features [B, C, D]: of these, up to the row's last cell, if it reads some."""
 
-    features: jax.Array
+    features: jax.Array | None
     first: jax.Array
 
 
 class DraftRows(NamedTuple):
     """Rows that drafts are made for. history [B, M]: see `Drafter.propose`. lengths [B]: tokens that have a cell; one
     more is known, at that position. room [B]: how many positions from there on the row may write, 0 if it does not
-    run. pending: of a drafter that reads features."""
+    run. pending: of a drafter that defers."""
 
     history: jax.Array
     lengths: jax.Array
@@ -78,12 +78,12 @@ class Followed(NamedTuple):
 
 
 class AfterStep(NamedTuple):
-    """What a drafter leaves of a step. rows: what is pending of the B rows. ends [P, D]: features of the last token of
-    each chunk, which are pending of a row whose prompt ends there. None without features."""
+    """What a drafter leaves of a step. rows: what is pending of the B rows; ends: of rows whose prompts end with the P
+    chunks, features [P, D]. None of one that does not defer."""
 
     caches: Caches
     rows: Pending | None = None
-    ends: jax.Array | None = None
+    ends: Pending | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class DraftTools:
 
     module: the model over its weights; target: the one that it drafts for. context: of a step of the model, whose rows
     have the pages of the target's. choose: the token [B] that each row would choose by logits [B, V], so many tokens
-    behind its next one. columns: V, of the target on this device. shards: of both models.
+    behind its next one. columns: V, of the target on this device. most: C, tokens of a row that a step verifies at
+    most. shards: of both models.
     """
 
     module: Any
@@ -100,6 +101,7 @@ class DraftTools:
     context: Callable[[StepBatch], StepContext]
     choose: Callable[[jax.Array, jax.Array | int], jax.Array]
     columns: int
+    most: int
     shards: Shards
 
 
@@ -107,7 +109,8 @@ class ModelDrafter(Protocol):
     """Guesses tokens by a model that has weights, and a cache in the pages of the target's.
 
     backend: of its operations. feature_layers: after how many layers of the target it reads hidden states, its
-    features; it may read none. It must be hashable, and equal to another only if both are of the same shapes.
+    features; it may read none. defers: it runs tokens of a row later than the step that the target runs them in. It
+    must be hashable, and equal to another only if both are of the same shapes.
     """
 
     @property
@@ -119,6 +122,9 @@ class ModelDrafter(Protocol):
     @property
     def feature_layers(self) -> tuple[int, ...]: ...
 
+    @property
+    def defers(self) -> bool: ...
+
     def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
         """The caches after a step in which nothing was drafted, and what is pending then. Traced."""
         ...
@@ -127,6 +133,9 @@ class ModelDrafter(Protocol):
         """The caches, and drafts as those of `Drafter.propose`. Traced. No cell is written beyond a row's room."""
         ...
 
-    def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
-        """What is stored of features [T, N, W]: [T, D]. Traced; only of a drafter that reads some."""
+    def pending(
+        self, tools: DraftTools, rows: DraftRows, features: jax.Array | None, counts: jax.Array
+    ) -> Pending | None:
+        """What is pending of rows after a step that verified `counts` [B] tokens of each; None of a drafter that does
+        not defer. features [T, N, W]: of these, B * N of them. Traced."""
         ...

@@ -7,11 +7,13 @@ from typing import TypeAlias
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.eagle3 import AbstractHead
 from inferlib.models.mtp import AbstractMtp
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.speculation.draft_model import DraftModel
 from inferlib.speculation.drafter import ModelDrafter
 from inferlib.speculation.eagle3 import Eagle3Drafter
 from inferlib.speculation.mtp import MtpDrafter
+from inferlib.speculation.recurrent_draft import RecurrentDraftModel
 
 Drafting: TypeAlias = AbstractModel | AbstractHead | AbstractMtp
 
@@ -29,4 +31,5 @@ def drafter_of(drafting: Drafting, backend: Backend) -> ModelDrafter:
         case AbstractMtp():
             return MtpDrafter(backend, drafting)
         case _:
-            return DraftModel(drafting, backend)
+            states = any(isinstance(layer.attention, Recurrent) for layer in drafting.config.layers)
+            return (RecurrentDraftModel if states else DraftModel)(drafting, backend)

@@ -48,10 +48,15 @@ class FeatureDrafter:
         raise NotImplementedError
 
     @property
+    def defers(self) -> bool:
+        return True
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         raise NotImplementedError
 
     def fused(self, tools: DraftTools, features: jax.Array) -> jax.Array:
+        """What is stored of features [T, N, W]: [T, D]."""
         raise NotImplementedError
 
     def embedding(self, tools: DraftTools, context: StepContext) -> jax.Array:
@@ -70,7 +75,6 @@ class FeatureDrafter:
         """One pass over what is pending of rows and over chunks, but for the last token of a prompt, whose next one is
         not chosen yet."""
         assert step.features is not None
-        assert step.rows.pending is not None
         fused, split = self.fused(tools, step.features), step.following.size
         rows, hidden = _pending(step.rows)
         batch = step.batch._replace(
@@ -82,12 +86,18 @@ class FeatureDrafter:
         )
         inputs = jnp.concatenate([fused[:split], hidden.reshape(-1, hidden.shape[-1])])
         _, caches = self._run(tools, batch, inputs, caches)
-        counts = step.batch.decode_counts
         stored = fused[split:].reshape(*step.batch.decode_tokens.shape, fused.shape[1])
-        stored = stored if counts is None else rolled(stored, -counts)
-        pending = Pending(step.rows.pending.features.at[:, : stored.shape[1]].set(stored), step.rows.lengths)
+        pending = _stored(step.rows, stored, step.batch.decode_counts)
         chunks = fused[:split].reshape(*step.following.shape, fused.shape[1])
-        return AfterStep(caches, pending, last_of_chunks(chunks, step.batch.chunk_lengths, tools.shards))
+        ends = step.batch.chunk_starts + step.batch.chunk_lengths - 1
+        return AfterStep(caches, pending, Pending(last_of_chunks(chunks, step.batch.chunk_lengths, tools.shards), ends))
+
+    def pending(
+        self, tools: DraftTools, rows: DraftRows, features: jax.Array | None, counts: jax.Array
+    ) -> Pending | None:
+        assert features is not None
+        fused = self.fused(tools, features)
+        return _stored(rows, fused.reshape(counts.size, -1, fused.shape[1]), counts)
 
     def propose(self, tools: DraftTools, caches: Caches, rows: DraftRows, count: int) -> tuple[Caches, jax.Array]:
         batch, hidden = _pending(rows)
@@ -120,6 +130,14 @@ class FeatureDrafter:
         return tools.choose(self.logits(tools, hidden), ahead)
 
 
+def _stored(rows: DraftRows, features: jax.Array, counts: jax.Array | None) -> Pending:
+    """As pending: features [B, N, D] of a step's tokens, of which `counts` [B] count, behind padding."""
+    assert rows.pending is not None
+    assert rows.pending.features is not None
+    features = features if counts is None else rolled(features, -counts)
+    return Pending(rows.pending.features.at[:, : features.shape[1]].set(features), rows.lengths)
+
+
 def _known(step: Followed, shards: Shards) -> jax.Array:
     """[P, C] of which tokens of chunks the next one is known."""
     stripe, width = shards.stripe(axes.TOKENS), step.following.shape[1]
@@ -132,6 +150,7 @@ def _pending(rows: DraftRows) -> tuple[StepBatch, jax.Array]:
     behind padding."""
     assert rows.pending is not None
     features, first = rows.pending
+    assert features is not None
     width, runs = features.shape[1], rows.room > 0
     counts = jnp.where(runs, jnp.clip(rows.lengths - first, 0, width), 0)
     positions = first[:, None] + 1 + jnp.arange(width)

@@ -138,7 +138,9 @@ def poison(engine: Engine) -> float:
     if engine.state.adapter is not None:
         garbage = garbage._replace(adapter=huge)
     if engine.state.features is not None:
-        garbage = garbage._replace(features=np.nan, first=huge)
+        garbage = garbage._replace(features=np.nan)
+    if engine.state.first is not None:
+        garbage = garbage._replace(first=huge)
     if engine.state.dropped is not None:
         garbage = garbage._replace(dropped=huge)
     state = jax.tree.map(

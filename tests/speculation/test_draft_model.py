@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from inferlib import LLM, Buckets, Speculation
+from inferlib import LLM, Buckets, Speculation, StructuredOutputs
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from tests.helpers.engines import assert_accounted
@@ -74,6 +75,22 @@ def test_the_cache_follows_the_targets(path, without):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 40
 
 
+def test_states_follow_the_targets(checkpoint, counts):
+    """The same of a model that keeps states and drafts for itself. Dispatches without drafts lie in between, and cached
+    prompts go on from snapshots."""
+    counts(3, 3, 0)
+    params = dataclasses.replace(GREEDY, max_tokens=28)
+    jobs = [(prompt, params) for prompt in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
+    expected = run(build_llm(checkpoint("qwen3_5_text"), BUCKETS, decode_steps=3), jobs)
+    llm = drafting(checkpoint("qwen3_5_text"), checkpoint("qwen3_5_text"))
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+        assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+
+
 # ---- what is refused
 
 
@@ -91,8 +108,6 @@ def test_models_that_cannot_draft_are_named(path, checkpoint, tmp_path):
     cases = {
         short: "context of 32 tokens, less than max_len 64",
         small: "vocabulary of 96 tokens, and this model one of",
-        checkpoint("ministral"): r"layers with a window of 8 tokens \(layer 0\)",
-        checkpoint("lfm2"): r"layers with a state \(short convolution\) \(layer 0\)",
     }
     for model, message in cases.items():
         with pytest.raises(ConfigurationError, match=message):
@@ -118,9 +133,40 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_of_a_model_that_knows_nothing(path, other, drawn):
+@pytest.mark.parametrize("family", ["ministral", "nemotron_h"])
+def test_windows_and_scanned_states(family, path, drawn, checkpoint, counts):
+    """Of models that draft for themselves, and for another one, mostly in vain."""
+    counts(3, 0, 1)
+    expected = run(build_llm(checkpoint(family), BUCKETS, decode_steps=3), FREE)
+    llm = drafting(checkpoint(family), checkpoint(family), scan=True)
+    # A window's draft takes its last token again, and with it what left the window just now.
+    with before_each_dispatch(llm, poison) if family != "ministral" else contextlib.nullcontext():
+        assert_same(run(llm, FREE), expected)
+        assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+    llm = drafting(path, checkpoint(family))
+    for _ in range(2):
+        assert_same(run(llm, DRAWN), drawn)
+    assert_accounted(llm.engine)
+    assert llm.stats.accepted_drafts < llm.stats.drafts
+
+
+@pytest.mark.slow
+def test_states_beside_a_grammar_and_on_a_mesh(checkpoint, counts):
+    """Forced tokens are the host's drafts, which the states get once they stand."""
+    path = checkpoint("qwen3_5_text")
+    letters = options(structured_outputs=StructuredOutputs(choice=["a b c d e f g h"]), ignore_eos=False)
+    jobs = [(TAILS[0], letters), (TRUNK, dataclasses.replace(GREEDY, max_tokens=28)), (TAILS[4], GREEDY)]
+    expected = run(build_llm(path, BUCKETS), jobs)
+    llm = build_llm(path, BUCKETS, parallel="tp=2", decode_steps=2, speculation=f"draft:{path}:3")
+    assert_same(run(llm, jobs), expected)
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_drafts_of_a_model_that_knows_nothing(family, path, other, drawn, checkpoint):
     """Its weights are NaN, and so is all that it computes."""
-    llm = drafting(path, other)
+    llm = drafting(path, other if family == "llama" else checkpoint(family))
     weights, count = llm.engine.weights, len(llm.engine.model.specs)
     llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
     assert_same(run(llm, DRAWN), drawn)
@@ -186,9 +232,11 @@ def test_several_devices(parallel, checkpoint):
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_warm_up(path, other, without, counts):
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_nothing_compiles_after_the_warm_up(family, path, other, without, counts, checkpoint):
     counts(0, 1, 3)
-    assert_nothing_compiles(lambda: drafting(path, other), without)
+    model = other if family == "llama" else checkpoint(family)
+    assert_nothing_compiles(lambda: drafting(path, model), without)
 
 
 @pytest.mark.slow
