@@ -67,7 +67,8 @@ class PoolSize(NamedTuple):
     the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: of rings and states, of
     each replica; None: as `plan_cache` finds right. selection: which blocks of its pages decode steps read, of which
     there are summaries; None: all. bound: most cells of a row whose cache is compacted; None: one for each token.
-    massed: there is the attention that each cell got beside it.
+    massed: there is the attention that each cell got beside it. queries: of how many of a row's newest positions there
+    are the queries.
     """
 
     page: int = 128
@@ -76,6 +77,13 @@ class PoolSize(NamedTuple):
     selection: PageSelection | None = None
     bound: int | None = None
     massed: bool = False
+    queries: int = 0
+
+    def compacted(self, policy: CachePolicy | None, bound: int | None) -> PoolSize:
+        """With rows of at most so many cells, by a policy; None: rows are not compacted."""
+        if policy is None or bound is None:
+            return self
+        return self._replace(bound=bound, massed=policy.counts_mass, queries=policy.queries)
 
 
 class DeviceKind(NamedTuple):
@@ -607,8 +615,8 @@ class EngineConfig:
     @property
     def pool(self) -> PoolSize:
         snapshots = self.snapshots if self.prefix_caching else 0
-        massed = self.compacted is not None and self.compacted.by_attention
-        return PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages, self.bound, massed)
+        pool = PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages)
+        return pool.compacted(self.compacted, self.bound)
 
     @property
     def prefill_unit(self) -> int:
@@ -755,10 +763,10 @@ class EngineOptions:
         means. Layers with a window, latents or a state, and decode steps, are computed in full. By default prompts
         attend to all.
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
-        decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm", "h2o"
-        and "streaming" by others), the first 4 and the newest 32 among them, and lets 32 more come before it scores
-        again; "keydiff:2048:64" lets 64 more come. It needs layers that keep keys and values of all positions. Prompts
-        share no pages. By default all positions are kept.
+        decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
+        "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among
+        them, and lets 32 more come before it scores again; "keydiff:2048:64" lets 64 more come. It needs layers that
+        keep keys and values of all positions. Prompts share no pages. By default all positions are kept.
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.
@@ -983,6 +991,11 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
             raise ConfigurationError(
                 f"cache_policy {str(policy)!r} is for models whose layers all keep keys and values of all positions, "
                 f"and layer {number} of this one has {what}: leave it out"
+            )
+        if policy.queries and isinstance(mixer, AttentionSpec) and mixer.sinks:
+            raise ConfigurationError(
+                f"cache_policy {str(policy)!r} weighs keys again without the learned sinks that layer {number} of this "
+                "model has: take h2o or a policy by keys"
             )
 
 

@@ -90,10 +90,16 @@ class BlockState:
     paged: ClassVar[bool] = False
     block: ClassVar[int | None] = None
     massed: ClassVar[bool] = False
+    queries: ClassVar[tuple[int, ...] | None] = None
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
         return self.arrays
+
+    @property
+    def of_rows(self) -> tuple[bool, ...]:
+        """For each of `owned`: True."""
+        return (True,) * len(self.arrays)
 
     def row_bytes(self, shards: Shards = ONE_DEVICE) -> int:
         """Bytes of one row in one layer, on a device: what a step reads and writes."""
@@ -110,8 +116,10 @@ class BlockCache:
     arrays are latents and rotary keys of MLA, which may be folded (see `inferlib.ops.cache_write`). Otherwise two
     arrays are keys and values, and of a single array each cell is a key followed by its value. shared: the block's
     layers attend to another block's arrays; the shapes are those that it would have. massed: there is the attention
-    that each cell got beside the cells (see `inferlib.ops.attention_mass`). block: positions of the blocks of which
-    there are summaries beside the cells (see `inferlib.ops.selected_pages`); None: there are none.
+    that each cell got beside the cells (see `inferlib.ops.attention_mass`). queries: the shape [R, K, W, G * h], or [L,
+    R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
+    block: positions of the blocks of which there are summaries beside the cells (see `inferlib.ops.selected_pages`);
+    None: there are none.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -122,6 +130,7 @@ class BlockCache:
     shared: bool = False
     block: int | None = None
     massed: bool = False
+    queries: tuple[int, ...] | None = None
 
     @property
     def paged(self) -> bool:
@@ -134,13 +143,26 @@ class BlockCache:
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        """The arrays of values, then, if `scaled`, their scales, then summaries or the mass: this block's or those it
-        shares."""
+        """The arrays of values, then, if `scaled`, their scales, then summaries, the mass or queries: this block's or
+        those it shares."""
         pairs = zip(self._stored, self.folds, strict=True)
         values = tuple(CacheArray(shape, self.axes, self.dtype, fold) for shape, fold in pairs)
         scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
         mass = (CacheArray(self.shapes[0][:-1], self.axes[:-1], _SCALES),) * self.massed
-        return values + (scales if self.scaled else ()) + self.summaries + mass
+        return values + (scales if self.scaled else ()) + self.summaries + mass + self._queries
+
+    @property
+    def _queries(self) -> tuple[CacheArray, ...]:
+        if self.queries is None:
+            return ()
+        *names, heads, _, _ = self.axes
+        return (CacheArray(self.queries, (*names, heads, None, None), self.dtype),)
+
+    @property
+    def of_rows(self) -> tuple[bool, ...]:
+        """For each of `owned`: True if it has an entry per row in place of pages."""
+        owned = len(self.owned)
+        return tuple(self.ring or i >= owned - len(self._queries) for i in range(owned))
 
     @property
     def packed(self) -> bool:
@@ -172,7 +194,8 @@ class BlockCache:
         apart = ("latents", "rotary keys") if self.latent else ("k", "v")
         values = apart if len(self.shapes) == 2 else ("k and v",)
         names = values + tuple(f"{name} scales" for name in values if self.scaled)
-        return names + ("summaries",) * len(self.summaries) + ("mass",) * self.massed
+        beside = ("summaries",) * len(self.summaries) + ("mass",) * self.massed
+        return names + beside + ("queries",) * len(self._queries)
 
     @property
     def slots(self) -> int:
@@ -250,12 +273,13 @@ class CachePlan:
 
     @property
     def of_rows(self) -> tuple[bool, ...]:
-        """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
-        return tuple(not block.paged for block in self.every_block for _ in block.owned)
+        """For each of `arrays`: True for rings, states and queries, which have an entry per row in place of pages."""
+        return tuple(of_one for block in self.every_block for of_one in block.of_rows)
 
     def with_snapshots(self, pool: PoolSize, shards: Shards = ONE_DEVICE) -> CachePlan:
-        """With as many snapshots as are asked for, if rows have rings or states; by default see `_SNAPSHOTS`."""
-        if not any(self.of_rows):
+        """With as many snapshots as are asked for, if rows have rings or states that other rows could go on from; by
+        default see `_SNAPSHOTS`."""
+        if not any(self.of_rows) or self.bound is not None:
             return self
         rows, count = self.rows // shards.replicas, pool.snapshots
         if count is None:
@@ -307,9 +331,10 @@ class CachePlan:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
         rest, caches = iter(arrays), []
         for block in self.every_block:
-            summarised, massed = (bool(block.owned) and x for x in (block.block is not None, block.massed))
-            cells = tuple(islice(rest, len(block.owned) - summarised - massed))
-            beside: Any = {name: next(rest) for name, x in (("summaries", summarised), ("mass", massed)) if x}
+            there = {"summaries": block.block is not None, "mass": block.massed, "queries": block.queries is not None}
+            names = [name for name, x in there.items() if x and block.owned]
+            cells = tuple(islice(rest, len(block.owned) - len(names)))
+            beside: Any = {name: next(rest) for name in names}
             caches.append(LayerCache(cells, block.ring, **beside))
         return tuple(caches)
 
@@ -348,7 +373,8 @@ def plan_cache(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
     dtype, shards = KV_CACHE_DTYPES[named] if named else np.dtype(dtype), model.layout.shards
-    kinds = [_Kind(model, platform, named, selection=pool.selection, massed=pool.massed)]
+    beside: Any = dict(selection=pool.selection, massed=pool.massed, queries=pool.queries)
+    kinds = [_Kind(model, platform, named, **beside)]
     kinds += [] if drafting is None else [_Kind(drafting, platform, named)]
     page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
@@ -409,6 +435,7 @@ class _Kind:
     named: str | None
     selection: PageSelection | None = None
     massed: bool = False
+    queries: int = 0
 
     @property
     def scaled(self) -> bool:
@@ -452,20 +479,24 @@ class _Kind:
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
             block = None if latent or spec.reach is not None else self.summarised(page)
             shapes = tuple((*stack, count, *x) for x in shapes)
-            if self.massed:
-                self.must_count(spec)
-            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, self.massed))
+            beside = self.massed, self.queries_of(spec, (*stack, rows))
+            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside))
         return tuple(blocks)
 
-    def must_count(self, spec: AttentionSpec | MlaSpec) -> None:
-        """Raise ConfigurationError where devices do not have whole groups of query heads, whose attention counts for
-        their KV head."""
+    def queries_of(self, spec: AttentionSpec | MlaSpec, lead: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the newest queries of rows; None if there are none. Raises ConfigurationError where devices do
+        not have whole groups of query heads, whose attention counts for their KV head."""
+        if not self.massed and not self.queries:
+            return None
         heads = self.model.layout.heads(spec)
         if heads.copies > 1 or heads.groups * heads.queries != spec.heads:
             raise ConfigurationError(
                 f"cache_policy by attention counts that of whole groups of heads, and {spec.heads} query heads do not "
                 "share out evenly over these devices with their KV heads: lower tp, or take a policy by keys"
             )
+        if not self.queries:
+            return None
+        return (*lead, heads.groups, self.queries, heads.queries * spec.cache_sizes[0])
 
     def summarised(self, page: int) -> int | None:
         """Positions of a block that has a summary; None if none has. Raises ConfigurationError."""

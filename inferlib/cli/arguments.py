@@ -106,8 +106,9 @@ AttentionPages = Annotated[
 CachePolicy = Annotated[
     str | None,
     typer.Option(
-        help="A row's cache keeps a budget of positions: keydiff:2048 keeps 2048 by scores of their keys; so do knorm, "
-        "h2o and streaming by others. It changes results; by default all are kept."
+        help="A row's cache keeps a budget of positions: keydiff:2048 keeps 2048 by scores of their keys; knorm too, "
+        "h2o, snapkv, morphkv, sagekv and tova by attention, streaming by age. It changes results; by default all are "
+        "kept."
     ),
 ]
 SparsePrefill = Annotated[

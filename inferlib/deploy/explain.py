@@ -261,8 +261,7 @@ class ModelExplanation(Tables):
         """What the cache keeps of a row, and beside it."""
         policy = self.cache_policy
         bound = None if policy is None else policy.bound(self.max_len, _chunk(self.max_len))
-        massed = policy is not None and bound is not None and policy.by_attention
-        return PoolSize(selection=self.attention_pages, bound=bound, massed=massed)
+        return PoolSize(selection=self.attention_pages).compacted(policy, bound)
 
     @property
     def _model(self) -> AbstractModel:
@@ -345,7 +344,8 @@ def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
         tokens += size
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
-    snapshot = sum(array.nbytes() for array, of_row in zip(plan.arrays, plan.of_rows, strict=True) if of_row)
+    pairs = zip(plan.arrays, plan.of_rows, strict=True)
+    snapshot = 0 if plan.bound is not None else sum(array.nbytes() for array, of_row in pairs if of_row)
     sizes = {"per_token": tokens, "beyond_windows": beyond, "states": states, "snapshot": snapshot}
     return sizes | {"per_sequence": plan.nbytes}
 

@@ -1,8 +1,9 @@
 """Which positions of a row stay in a cache that keeps a budget of them.
 
-Cells are scored by their keys, or by the attention that they got so far. So rows can be compacted at any time: the best
-positions of each KV head move together, in their order, and attention runs on them as it is. A key was rotated by its
-position when it was written, so a cell needs no position any more.
+Cells are scored by their keys, by the attention that they got so far, or by the attention that they get from the newest
+queries. So rows can be compacted at any time: the best positions of each KV head move together, in their order, and
+attention runs on them as it is. A key was rotated by its position when it was written, so a cell needs no position any
+more.
 
 The first positions stay in any case, as much attention falls on them (Xiao et al. 2023, "StreamingLLM",
 https://arxiv.org/abs/2309.17453), and so do the newest, which were not there long enough to be judged.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,31 @@ from inferlib.ops.option_text import read_option
 SINKS = 4  # first positions of a row, which always stay
 _INTERVAL = 32
 _TEXT = re.compile(r"([a-z0-9]+):(\d{1,9})(?::(\d{1,6}))?")
-_POOLED = 7  # positions over which attention is averaged
+_POOLED = 7  # positions over which all attention so far is averaged
+_POOLED_RECENT = 5  # positions over which that of the newest queries is
 _LEAST = 1e-12  # of a norm that is divided by
 _BITS = 14  # of scores that are made of keys
 
 
+def mean_of_heads(scores: jax.Array) -> jax.Array:
+    """Scores [..., K, P] averaged over the KV heads: [..., 1, P]."""
+    return jnp.mean(scores, axis=-2, keepdims=True)
+
+
 class Cells(NamedTuple):
-    """What a row has at P positions. keys [..., P, h] float32; valid [P]: which count; mass [..., P]: the attention
-    that they got, see `inferlib.ops.attention_mass`, for policies that need it."""
+    """What a row has at P positions.
+
+    keys [..., P, h] float32; valid [P]: which count. For policies that need it, mass [..., P]: the attention that they
+    got, see `inferlib.ops.attention_mass`; or weights [..., W, G, P]: the attention that they get from each of the
+    newest queries of their KV head, see `inferlib.ops.recent_queries`, 0 of the newest positions. over_heads: averages
+    [..., K, P] over the KV heads of all devices.
+    """
 
     keys: jax.Array
     valid: jax.Array
     mass: jax.Array | None = None
+    weights: jax.Array | None = None
+    over_heads: Callable[[jax.Array], jax.Array] = mean_of_heads
 
 
 def recency(cells: Cells) -> jax.Array:
@@ -48,9 +62,38 @@ def attention_mass(cells: Cells) -> jax.Array:
     "H2O: Heavy-Hitter Oracle", https://arxiv.org/abs/2306.14048; pooled as by Li et al. 2024, "SnapKV",
     https://arxiv.org/abs/2404.14469, since single positions are seldom all of a word)."""
     assert cells.mass is not None
-    count = cells.valid.size
-    padded = jnp.pad(cells.mass, [(0, 0)] * (cells.mass.ndim - 1) + [(_POOLED // 2, _POOLED // 2)])
-    return _rounded(sum((padded[..., i : i + count] for i in range(_POOLED)), jnp.zeros_like(cells.mass)) / _POOLED)
+    return _rounded(_pooled(cells.mass, _POOLED))
+
+
+def last_attention(cells: Cells) -> jax.Array:
+    """Positions stay that get the most attention from the newest query, on average over its heads of this KV head (Wang
+    et al. 2025, "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction", SAGE-KV,
+    https://arxiv.org/abs/2503.08879)."""
+    assert cells.weights is not None
+    return _rounded(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
+
+
+def last_attention_of_all_heads(cells: Cells) -> jax.Array:
+    """The same positions stay for all KV heads of a layer: those that get the most attention from the newest query, on
+    average over all heads (Oren et al. 2024, "Transformers are Multi-State RNNs", TOVA,
+    https://arxiv.org/abs/2401.06104)."""
+    assert cells.weights is not None
+    scores = cells.over_heads(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
+    return _rounded(jnp.broadcast_to(scores, cells.keys.shape[:-1]))
+
+
+def window_attention(cells: Cells) -> jax.Array:
+    """Positions stay that get the most attention from the newest queries, they and their neighbours (Li et al. 2024,
+    "SnapKV: LLM Knows What You are Looking for Before Generation", https://arxiv.org/abs/2404.14469)."""
+    assert cells.weights is not None
+    return _rounded(_pooled(jnp.mean(cells.weights, axis=(-3, -2)), _POOLED_RECENT))
+
+
+def correlation(cells: Cells) -> jax.Array:
+    """Positions stay that get the most attention from the newest queries, summed (Ghadia et al. 2025, "Dialogue Without
+    Limits: Constant-Sized KV Caches for Extended Responses in LLMs", MorphKV, https://arxiv.org/abs/2503.00979)."""
+    assert cells.weights is not None
+    return _rounded(jnp.sum(cells.weights, axis=(-3, -2)))
 
 
 def small_norm(cells: Cells) -> jax.Array:
@@ -69,19 +112,36 @@ def distinct_keys(cells: Cells) -> jax.Array:
     return _rounded(-jnp.sum(unit * mean, axis=-1))
 
 
+def _pooled(scores: jax.Array, width: int) -> jax.Array:
+    """Scores [..., P] averaged over so many positions around each, an odd number; 0 stands beyond the ends."""
+    count = scores.shape[-1]
+    padded = jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(width // 2, width // 2)])
+    return sum((padded[..., i : i + count] for i in range(width)), jnp.zeros_like(scores)) / width
+
+
 def _rounded(scores: jax.Array) -> jax.Array:
     """Scores in fewer bits. Those of a token that stands twice may differ by rounding alone, which depends on the
     batch; so they are equal."""
     return lax.reduce_precision(scores, exponent_bits=8, mantissa_bits=_BITS)
 
 
-# Scores [..., P] of cells; a higher one stays.
-Score = Callable[[Cells], jax.Array]
-METHODS: Mapping[str, Score] = {
-    "streaming": recency,
-    "knorm": small_norm,
-    "keydiff": distinct_keys,
-    "h2o": attention_mass,
+class Method(NamedTuple):
+    """score: [..., P] of cells; a higher one stays. needs: what the cache has beside keys for it, the attention that
+    cells got, the newest query of a row, or the queries of its newest positions, an interval of them."""
+
+    score: Callable[[Cells], jax.Array]
+    needs: Literal["mass", "last query", "queries"] | None = None
+
+
+METHODS: Mapping[str, Method] = {
+    "streaming": Method(recency),
+    "knorm": Method(small_norm),
+    "keydiff": Method(distinct_keys),
+    "h2o": Method(attention_mass, "mass"),
+    "tova": Method(last_attention_of_all_heads, "last query"),
+    "sagekv": Method(last_attention, "last query"),
+    "snapkv": Method(window_attention, "queries"),
+    "morphkv": Method(correlation, "queries"),
 }
 
 
@@ -117,9 +177,14 @@ class CachePolicy:
         return self.budget + self.interval
 
     @property
-    def by_attention(self) -> bool:
+    def counts_mass(self) -> bool:
         """True if the cache has the attention that each cell got."""
-        return METHODS[self.method] is attention_mass
+        return METHODS[self.method].needs == "mass"
+
+    @property
+    def queries(self) -> int:
+        """Of how many of a row's newest positions the cache has the queries."""
+        return {"last query": 1, "queries": self.interval}.get(METHODS[self.method].needs or "", 0)
 
     def bound(self, max_len: int, tile: int) -> int | None:
         """Most cells of a row of up to `max_len` tokens whose prompt is compacted after `tile` tokens more than the
@@ -143,18 +208,25 @@ class CachePolicy:
 
 
 def retained_positions(
-    keys: jax.Array, count: jax.Array, policy: CachePolicy, mass: jax.Array | None = None
+    keys: jax.Array,
+    count: jax.Array,
+    policy: CachePolicy,
+    mass: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    over_heads: Callable[[jax.Array], jax.Array] = mean_of_heads,
 ) -> jax.Array:
     """The positions [..., C] that stay of `count`, ascending, C being the budget; count is C or more.
 
     keys [..., P, h]: of P positions, of which the first `count` are there, and others may be anything. mass [..., P]:
-    the attention that these got, if the policy needs it. Of equal scores the older position stays.
+    the attention that these got; weights [..., W, G, P]: what they get from the newest queries; both if the policy
+    needs it, and over_heads, see `Cells`. Of equal scores the older position stays.
     """
     at = jnp.arange(keys.shape[-2], dtype=jnp.int32)
-    valid = at < count
+    valid, newest = at < count, at >= count - policy.interval
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0)
-    always = (at < SINKS) | (at >= count - policy.interval)
     mass = None if mass is None else jnp.where(valid, mass, 0)
-    scores = jnp.where(always, jnp.inf, METHODS[policy.method](Cells(keys, valid, mass)))
+    weights = None if weights is None else jnp.where(newest, 0, weights)
+    scores = METHODS[policy.method].score(Cells(keys, valid, mass, weights, over_heads))
+    scores = jnp.where((at < SINKS) | newest, jnp.inf, scores)
     _, retained = lax.top_k(jnp.where(valid, scores, -jnp.inf), policy.budget)
     return jnp.sort(retained, axis=-1)

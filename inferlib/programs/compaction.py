@@ -8,68 +8,125 @@ budget may be another row's as soon as the program has run.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.attention_values import AttentionOptions
+from inferlib.models.config import AttentionSpec
 from inferlib.ops.cache_policy import CachePolicy, retained_positions
+from inferlib.ops.recent_queries import recent_weights
 from inferlib.programs.row_changes import Arrays, Names
 from inferlib.programs.row_state import RowState, axes_of, map_state
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
+class Keys(NamedTuple):
+    """Of a block of layers with a cache of its own. arrays: how many of cells that has, keys first; behind them is the
+    attention that cells got, if the policy needs it. size: of a key, with which a cell of the first one begins.
+    options: how queries weigh keys."""
+
+    arrays: int
+    size: int
+    options: AttentionOptions
+
+    @staticmethod
+    def of(spec: AttentionSpec, arrays: int) -> Keys:
+        return Keys(arrays, spec.cache_sizes[0], AttentionOptions(spec.scale, softcap=spec.softcap))
+
+
 class Compaction(NamedTuple):
-    """policy: what stays. keys: for each block of layers with a cache of its own, how many arrays of cells that has,
-    and the size of a key, with which the cells of its first array begin. Behind them is the attention that cells got,
-    if the policy needs it."""
+    """policy: what stays. keys: of each block of layers that owns a cache. queries: the logical axes of each array of
+    the newest queries, one for each of `keys` if the policy needs them."""
 
     policy: CachePolicy
-    keys: tuple[tuple[int, int], ...]
+    keys: tuple[Keys, ...]
+    queries: Names = ()
 
 
 def compact_rows(
-    shards: Shards, names: Names, how: Compaction, arrays: tuple[Arrays, RowState], entries: jax.Array
+    shards: Shards,
+    names: Names,
+    how: Compaction,
+    arrays: tuple[Arrays, RowState],
+    queries: Arrays,
+    entries: jax.Array,
 ) -> tuple[Arrays, RowState]:
     """The cache's arrays of pages, of these logical axes, and the rows' state, after rows were compacted.
 
-    entries: of `Compact`, see `packed`. A row that decodes stays as it is unless it has `CachePolicy.most` cells.
+    queries: arrays of the rows' newest queries. entries: of `Compact`, see `packed`. A row that decodes stays as it is
+    unless it has `CachePolicy.most` cells.
     """
 
-    def local(arrays: tuple[Arrays, RowState], entries: jax.Array) -> tuple[Arrays, RowState]:
+    def local(arrays: tuple[Arrays, RowState], queries: Arrays, entries: jax.Array) -> tuple[Arrays, RowState]:
         count = jnp.sum(entries[:, 0] < arrays[1].token.size)  # the others are padding, behind them
-        return lax.fori_loop(0, count, lambda i, arrays: _compacted(how, names, arrays, entries[i]), arrays)
+        rows = _Rows(how, names, queries, lambda scores: _mean(scores, shards))
+        return lax.fori_loop(0, count, lambda i, arrays: rows.compacted(arrays, entries[i]), arrays)
 
     if shards.rules is None:
-        return local(arrays, entries)
+        return local(arrays, queries, entries)
     spec = shards.rules.spec
     specs = tuple(map(spec, names)), map_state(spec, axes_of(arrays[1]))
-    taken = specs, spec((axes.ROWS, None))
-    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, entries)
+    taken = specs, tuple(map(spec, how.queries)), spec((axes.ROWS, None))
+    run = jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)
+    return run(arrays, queries, entries)
 
 
-def _compacted(
-    how: Compaction, names: Names, arrays: tuple[Arrays, RowState], entry: jax.Array
-) -> tuple[Arrays, RowState]:
-    """The same for one row."""
-    (cache, state), policy, (row, cells) = arrays, how.policy, entry
-    assert state.dropped is not None
-    length, pages = state.length[row], state.pages[row]
-    due = (cells > 0) | (state.active[row] & (length >= policy.most))
-    count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, state.length.size)
-    rest, new = zip(cache, names, strict=True), []
-    for number, size in how.keys:
-        block = [_Paged.of(*next(rest), pages) for _ in range(number + policy.by_attention)]
-        mass = block[-1].cells[..., 0] if policy.by_attention else None
-        retained = retained_positions(block[0].cells[..., :size], count, policy, mass)
-        new += [array.with_retained(retained, due) for array in block]
-    state = state._replace(
-        length=state.length.at[at].min(policy.budget, mode="drop"),
-        dropped=state.dropped.at[at].add(count - policy.budget, mode="drop"),
-    )
-    return tuple(new), state
+def _mean(scores: jax.Array, shards: Shards) -> jax.Array:
+    """Scores [..., K, P] averaged over the KV heads of all devices: [..., 1, P]."""
+    heads = scores.shape[-2] * shards.size(axes.KV_HEADS)
+    return shards.sum(jnp.sum(scores, axis=-2, keepdims=True), axes.KV_HEADS) / heads
+
+
+class _Rows(NamedTuple):
+    """What compacts one row after the other. queries: of all rows, one array for each block if the policy needs them.
+    over_heads: see `inferlib.ops.cache_policy.Cells`."""
+
+    how: Compaction
+    names: Names
+    queries: Arrays
+    over_heads: Callable[[jax.Array], jax.Array]
+
+    def compacted(self, arrays: tuple[Arrays, RowState], entry: jax.Array) -> tuple[Arrays, RowState]:
+        """The arrays and the state after one row was compacted."""
+        (cache, state), policy, (row, cells) = arrays, self.how.policy, entry
+        assert state.dropped is not None
+        length, pages = state.length[row], state.pages[row]
+        due = (cells > 0) | (state.active[row] & (length >= policy.most))
+        count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, state.length.size)
+        rest, new = zip(cache, self.names, strict=True), []
+        for number, keys in enumerate(self.how.keys):
+            block = [_Paged.of(*next(rest), pages) for _ in range(keys.arrays + policy.counts_mass)]
+            retained = self.retained(number, block, (row, count, count - 1 + state.dropped[row]))
+            new += [array.with_retained(retained, due) for array in block]
+        state = state._replace(
+            length=state.length.at[at].min(policy.budget, mode="drop"),
+            dropped=state.dropped.at[at].add(count - policy.budget, mode="drop"),
+        )
+        return tuple(new), state
+
+    def retained(self, number: int, block: list[_Paged], place: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        """The positions [L, K, C] that stay of a block's cells. place: the row, how many cells it has, and the position
+        of the newest one."""
+        policy, of, (row, count, position) = self.how.policy, self.how.keys[number], place
+        keys = block[0].cells[..., : of.size]
+        if not policy.queries:
+            mass = block[-1].cells[..., 0] if policy.counts_mass else None
+            return retained_positions(keys, count, policy, mass)
+        queries = self.queries[number]
+        of_row = jnp.take(queries, row, axis=queries.ndim - 4).reshape(-1, *queries.shape[-3:])
+        there = jnp.arange(keys.shape[2]) < count
+
+        def of_layer(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
+            keys = jnp.where(there[:, None], layer[0], 0)
+            weights = recent_weights(layer[1], keys, count, position, of.options)
+            return retained_positions(keys, count, policy, weights=weights, over_heads=self.over_heads)
+
+        return lax.map(of_layer, (keys, of_row))  # one after the other, as weights are large
 
 
 class _Paged(NamedTuple):

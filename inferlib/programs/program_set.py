@@ -26,7 +26,7 @@ from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.models.config import AttentionSpec
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
-from inferlib.programs.compaction import Compaction, compact_rows
+from inferlib.programs.compaction import Compaction, Keys, compact_rows
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
     CHUNK_COLUMNS,
@@ -361,17 +361,19 @@ class ProgramSet:
     @cached_property
     def _compact_rows(self) -> Callable:
         shards, (names, taken) = self.config.shards, self._arrays(of_rows=False)
-        assert self.config.compacted is not None
+        of_queries, queries = self._arrays(of_rows=True)
+        policy = self.config.compacted
+        assert policy is not None
         mixers = [self.model.config.layers[layers[0]].attention for layers in self.model.blocks()]
         pairs = zip(self.plan.blocks, mixers, strict=True)
         owners = ((block.owned, mixer) for block, mixer in pairs if block.owned and isinstance(mixer, AttentionSpec))
-        beside = self.config.compacted.by_attention
-        keys = tuple((len(arrays) - beside, mixer.cache_sizes[0]) for arrays, mixer in owners)
-        how, place = Compaction(self.config.compacted, keys), None
+        beside = policy.counts_mass + (policy.queries > 0)
+        keys = tuple(Keys.of(mixer, len(arrays) - beside) for arrays, mixer in owners)
+        how, place = Compaction(policy, keys, of_queries), None
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
         static, entries = (shards, names, how), self._changes(Compact)
-        return prepared(compact_rows, static, (taken, self.state), entries, place=place)
+        return prepared(compact_rows, static, (taken, self.state), queries, entries, place=place)
 
     @cached_property
     def _save_rows(self) -> Callable:
@@ -418,7 +420,8 @@ class ProgramSet:
             of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), entries)
             cache = self._with_part(cache, of_rows, of_rows=True)
         for entries in self._calls([Compact(row, cells) for row, cells in changes.compacted.items()]):
-            pages, state = self._compact_rows((self._part(cache, of_rows=False), state), entries)
+            queries = self._part(cache, of_rows=True)
+            pages, state = self._compact_rows((self._part(cache, of_rows=False), state), queries, entries)
             cache = self._with_part(cache, pages, of_rows=False)
         copies = [Copy(source, target) for target, source in changes.copies.items()]
         for entries in self._calls(copies, self.plan.pages // self.config.shards.replicas):

@@ -132,8 +132,8 @@ class Attention(nnx.Module):
             unfit = "prefixes that rows share"
         elif cache.summaries is not None:
             unfit = "pages that its queries select"
-        elif cache.mass is not None:
-            unfit = "attention that is counted"
+        elif cache.mass is not None or cache.queries is not None:
+            unfit = "attention by which cells stay"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.value_embedding is not None:
@@ -242,7 +242,7 @@ class Attention(nnx.Module):
             q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
         out, cache = attend(step, step.plan(cache), new, cache)
-        return out, step.with_mass(cache)
+        return out, step.with_queries(step.with_mass(cache))
 
 
 @dataclass(frozen=True)
@@ -415,6 +415,24 @@ class GroupedStep:
         lengths = batch.decode_lengths
         queries = of_rows[:, None], lengths - 1, (lengths > 0).astype(jnp.int32)
         return cache.with_mass(queries, jnp.arange(rows, dtype=jnp.int32), table, options)
+
+    def with_queries(self, cache: LayerCache) -> LayerCache:
+        """The cache with the queries of the rows' newest positions, if it has any and is the layer's own. Of a chunk
+        only the last ones can be among these."""
+        if cache.queries is None or self.spec.cache_of is not None:
+            return cache
+        batch, (count, width) = self.ctx.batch, self.ctx.batch.chunk_tokens.shape
+        parts = self.queries[..., : self.spec.cache_sizes[0]], self.ctx.positions, self.ctx.rows
+        of_chunks, of_rows = zip(*(jnp.split(x, [count * width]) for x in parts), strict=True)
+        if not count * width:
+            return cache.with_queries(of_rows[0], of_rows[2], of_rows[1])
+        last = min(width, cache.queries.shape[-2])
+        number = batch.chunk_lengths[:, None] + jnp.arange(-last, 0, dtype=jnp.int32)
+        chosen = (jnp.arange(count, dtype=jnp.int32)[:, None] * width + jnp.maximum(number, 0)).reshape(-1)
+        queries, positions, rows = (x[chosen] for x in of_chunks)
+        positions = jnp.where(number.reshape(-1) < 0, -1, positions)
+        new = [jnp.concatenate(pair) for pair in zip((queries, positions, rows), of_rows, strict=True)]
+        return cache.with_queries(new[0], new[2], new[1])
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
         """Attention's output without the part of the keys, where a cell is key and value at once; rotated back, where

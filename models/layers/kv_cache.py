@@ -17,6 +17,7 @@ from inferlib.ops import int4_cells
 from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
 from inferlib.ops.kv_cache import KvCache, LatentCache
+from inferlib.ops.recent_queries import write_queries
 from inferlib.ops.selected_pages import write_summaries
 from inferlib.sharding.stripe import Stripe
 
@@ -58,6 +59,9 @@ class LayerCache:
     mass [N, K, S] or [L, N, K, S]: the attention that each cell got, if a bounded cache keeps cells by it (see
     `inferlib.ops.attention_mass`).
 
+    queries [R, K, W, G * h] or [L, R, ...]: those of each row's newest W positions, if a bounded cache keeps cells by
+    them (see `inferlib.ops.recent_queries`).
+
     inputs [B, C, ...] or [L, B, C, ...]: of a step whose tokens may not stand, what a recurrent layer read of each
     row's tokens. Its states do not have them yet: see `inferlib.models.replay`.
 
@@ -70,6 +74,7 @@ class LayerCache:
     layer: jax.Array | None = None
     summaries: jax.Array | None = None
     mass: jax.Array | None = None
+    queries: jax.Array | None = None
     inputs: tuple[jax.Array, ...] = ()
 
     @property
@@ -185,6 +190,12 @@ class LayerCache:
             return self
         pages = jnp.take(table, rows, axis=0, mode="clip")
         return replace(self, mass=add_mass(self.mass, self.arrays[0], pages, queries, options, self.layer))
+
+    def with_queries(self, new: jax.Array, rows: jax.Array, positions: jax.Array) -> LayerCache:
+        """The cache with new queries, see `write_queries`."""
+        if self.queries is None:
+            return self
+        return replace(self, queries=write_queries(self.queries, new, rows, positions, self.layer))
 
     def run(self, width: int, run: int | None) -> int:
         """How many tokens of chunks of `width` are in one page together. run: see `StepContext`."""

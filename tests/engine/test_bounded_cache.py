@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.sequences import sequence
-from tests.ops.test_cache_policy import by_the_paper
+from tests.ops.test_cache_policy import Row, by_the_paper
 
 BUDGET, INTERVAL, TILE = 16, 4, 16  # tokens of a prompt between two compactions are those of the largest bucket
 POLICY = f"keydiff:{BUDGET}:{INTERVAL}"
@@ -45,11 +46,20 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": {"cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # layers that read the cache of another
     "llama h2o": {"cache_policy": f"h2o:{BUDGET}:{INTERVAL}"},
+    "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},
+    "llama snapkv": {"cache_policy": f"snapkv:{BUDGET}:{INTERVAL}"},
+    "llama scan morphkv": {"scan": True, "cache_policy": f"morphkv:{BUDGET}:{INTERVAL}"},
+    "gemma3n_text sagekv": {"cache_policy": f"sagekv:{BUDGET}:{INTERVAL}"},
+    "llama mesh tova": {
+        "cache_policy": f"tova:{BUDGET}:{INTERVAL}",
+        "parallel": "dp=2,tp=2",
+        "buckets": Buckets((16,), (4,), (96,), tile=8),
+    },
     "gpt2": {"dtype": "bfloat16"},  # learned positions
 }
 
 
-QUICK = ("llama", "llama scan", "llama h2o")
+QUICK = ("llama", "llama scan", "llama h2o", "llama snapkv")
 
 
 @pytest.fixture(scope="module")
@@ -101,38 +111,69 @@ def keys_of(engine: Engine, s: Sequence) -> np.ndarray:
     return np.concatenate([keys[page] for page in s.pages], axis=1)
 
 
-def retained_by_hand(keys: np.ndarray, prompt: int, method: str) -> list[int]:
-    """Which of the positions of one head's keys [n, h] its cache has, all dispatches done that come before the next."""
-    retained: list[int] = []
-    for position in range(len(keys)):
-        retained.append(position)
+def queries_behind(engine: Engine, tokens: list[int], heads: int, size: int) -> np.ndarray:
+    """The queries [K, W, G, h] of the last tokens, the oldest first, likewise: of these tokens as a prompt."""
+    run_until(engine, s := sequence(tokens, 2), 1)
+    queries = np.asarray(engine.plan.view(engine.cache)[0].queries)[s.row]
+    engine.cancel(s)
+    places = (len(tokens) + np.arange(-queries.shape[1], 0)) % queries.shape[1]
+    return queries[:, places].reshape(heads, len(places), -1, size)
+
+
+def retained_by_hand(keys: np.ndarray, prompt: int, choose: Callable[[list[list[int]]], list[list[int]]]) -> list:
+    """Which of the positions of each head's keys [K, n, h] its cache has, all dispatches done that come before the
+    next. choose: those that stay of each head's."""
+    retained: list[list[int]] = [[] for _ in keys]
+    for position in range(keys.shape[1]):
+        retained = [[*head, position] for head in retained]
         within = position + 1 < prompt
-        if len(retained) >= BUDGET + (TILE if within else INTERVAL) and (within or position + 1 >= prompt):
-            retained = [retained[i] for i in by_the_paper(method, keys[retained], keys[:, 0], BUDGET, INTERVAL)]
+        if len(retained[0]) >= BUDGET + (TILE if within else INTERVAL) and (within or position + 1 >= prompt):
+            retained = choose(retained)
     return retained
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[-5:], ids=len)
-def test_a_row_has_the_cells_that_its_policy_keeps(prompt, bounded, llama):
+def chosen_by_hand(llm: LLM, other: Engine, keys: np.ndarray, tokens: list[int]) -> Callable[[list], list]:
+    """What chooses of each head's positions, of all keys [K, n, h] of these tokens."""
+    policy, spec = llm.engine.config.cache_policy, llm.engine.model.config.layers[0].attention
+
+    def choose(heads: list[list[int]]) -> list[list[int]]:
+        cells = np.stack([of_head[at] for of_head, at in zip(keys, heads, strict=True)])
+        queries = cells[:, :, None]  # any, for policies without
+        if policy.queries:
+            queries = queries_behind(other, tokens[: heads[0][-1] + 1], spec.kv_heads, spec.head_dim)
+        row = Row(cells, cells[..., 0], queries, spec.scale)
+        stay = [by_the_paper(policy.method, row, head, BUDGET, INTERVAL) for head in range(len(heads))]
+        return [[at[i] for i in which] for at, which in zip(heads, stay, strict=True)]
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [("llama", prompt) for prompt in PROMPTS[-5:]] + [("llama snapkv", PROMPTS[-2]), ("llama tova", PROMPTS[-2])],
+    ids=lambda x: x if isinstance(x, str) else str(len(x)),
+)
+def test_a_row_has_the_cells_that_its_policy_keeps(kind, prompt, bounded, llama):
     """Each KV head has its own, in the order of their positions. A row gives back the pages that it needs no more."""
-    llm = bounded("llama")
-    with new_engine(llm, in_flight=1) as engine, new_engine(llama, in_flight=1) as unbounded:
-        s, every = sequence(prompt, 20), None
+    llm = bounded(kind)
+    engines = [new_engine(x, in_flight=1) for x in (llm, llm, llama)]
+    with engines[0] as engine, engines[1] as other, engines[2] as unbounded:
+        s, retained = sequence(prompt, 20), []
         for count in (2, 7, 16):
             run_until(engine, s, count)
             tokens = prompt + s.tokens[:-1]
             run_until(unbounded, every := sequence(tokens, 2), 1)
             expected, cells_of_row = keys_of(unbounded, every)[:, : len(tokens)], keys_of(engine, s)
             unbounded.cancel(every)
-            retained = [retained_by_hand(head, len(prompt), "keydiff") for head in expected]
             cells = int(engine.state.length[s.row])
             if cells == BUDGET + INTERVAL:
                 continue  # compacted before the next dispatch
+            retained = retained_by_hand(expected, len(prompt), chosen_by_hand(llm, other, expected, tokens))
             assert cells == len(retained[0]) < len(tokens)
             assert int(engine.state.dropped[s.row]) == len(tokens) - cells
             for head, positions in enumerate(retained):
                 np.testing.assert_allclose(cells_of_row[head, :cells], expected[head, positions], rtol=0, atol=1e-5)
-        assert retained[0] != retained[1]
+        assert (retained[0] == retained[1]) == ("tova" in kind)
         assert len(s.pages) == -(-(BUDGET + INTERVAL) // engine.plan.page)
         engine.cancel(s)
 
@@ -256,6 +297,11 @@ def test_models_that_cannot():
     model = ModelConfig("test", vocab=64, dim=2, layers=(LayerSpec(attention, MlpSpec(hidden=2)),), context=512)
     with pytest.raises(ConfigurationError, match="layer 0 of this one has a window: leave it out"):
         resolve().check_model(model)
+    sinks = dataclasses.replace(attention, window=None, sinks=True)
+    model = dataclasses.replace(model, layers=(LayerSpec(sinks, MlpSpec(hidden=2)),))
+    resolve(cache_policy="h2o:128").check_model(model)
+    with pytest.raises(ConfigurationError, match="without the learned sinks that layer 0 of this model has"):
+        resolve(cache_policy="snapkv:128").check_model(model)
     assert not resolve("gpu").cascade
     shape, split = configs.load("llama3-8b"), Parallelism.parse("tp=16")
     with pytest.raises(ConfigurationError, match="lower tp, or take a policy by keys"):
@@ -281,6 +327,11 @@ def test_plans_commands_and_artifacts_know_them():
     counting = dataclasses.replace(bounded, cache_policy="h2o:512:64").planned().plan
     assert counting.blocks[0].names == ("k", "v", "mass")
     assert counting.bytes_of()[0] * 128 == plan.bytes_of()[0] * 129  # 4 bytes beside 2 * 128 * 2
+    for policy, queries in (("tova:512:64", 1), ("snapkv:512:64", 64)):
+        newest = dataclasses.replace(bounded, cache_policy=policy).planned().plan
+        assert newest.blocks[0].names == ("k", "v", "queries")
+        assert newest.bytes_of() == (plan.bytes_of()[0], 32 * 2 * queries * 4096 * 2)  # layers, rows
+        assert not newest.snapshots
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def poison(engine: Engine) -> float:
         pairs = zip(valid_snapshots(engine), (block for block in blocks if not block.paged), strict=True)
         engine.snapshots = _spoiled(engine.snapshots, [(mask, x.axes) for mask, block in pairs for x in block.owned])
     pairs = zip(masks, blocks, strict=True)
-    engine.cache = _spoiled(engine.cache, [(mask, x.axes) for mask, block in pairs for x in block.owned])
+    engine.cache = _spoiled(engine.cache, [x for mask, block in pairs for x in _of_arrays(engine, mask, block)])
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge, huge)
@@ -163,6 +163,21 @@ def poison(engine: Engine) -> float:
     return float(np.mean([mask.mean() for mask in masks]))
 
 
+def _of_arrays(engine: Engine, mask: np.ndarray, block: Any) -> list[tuple[np.ndarray, Any]]:
+    """The mask and the logical axes of each array of a block, whose cells have this mask: of queries, those of the
+    newest positions of each row."""
+    pairs = [(mask, x.axes) for x in block.owned]
+    if block.queries is not None and block.owned:
+        window = block.queries[-2]
+        newest, active = np.zeros((engine.plan.rows, window), bool), np.asarray(engine.state.active)
+        positions = np.asarray(engine.state.length) + np.asarray(engine.state.dropped)
+        for row, s in engine.scheduler.running.items():
+            last = positions[row] if active[row] else s.prefilled
+            newest[row, np.arange(max(last - window, 0), last) % window] = True
+        pairs[-1] = newest, pairs[-1][1]
+    return pairs
+
+
 def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]]) -> tuple[jax.Array, ...]:
     """The arrays without what is not valid. valid: the mask and the logical axes of each."""
     spoiled = []
@@ -170,7 +185,7 @@ def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]])
         cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
         if names[-2:] == (axes.KV_HEADS, None):  # summaries of blocks, of all whose cells are valid
             cells = mask.reshape(len(mask), array.shape[-3], -1).all(axis=-1)[:, :, None, None]
-        if axes.POSITIONS not in names:
+        if axes.POSITIONS not in names and names[-3:] != (axes.KV_HEADS, None, None):  # states
             cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
         bad = 255 if array.dtype == jnp.uint8 else bad  # a packed cell whose largest magnitude is NaN

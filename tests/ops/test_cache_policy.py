@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,69 +13,179 @@ import pytest
 from inferlib.attention_values import AttentionOptions
 from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, retained_positions
+from inferlib.ops.recent_queries import recent_weights, write_queries
 
-HEADS, CELLS, WIDTH, BUDGET, INTERVAL = 2, 48, 8, 12, 4
-
-
-def h2o(keys: np.ndarray, mass: np.ndarray) -> list[float]:
-    return [float(mass[max(p - 3, 0) : p + 4].sum()) / 7 for p in range(len(mass))]
+HEADS, CELLS, WIDTH, GROUP, BUDGET, INTERVAL = 2, 48, 8, 3, 12, 4
+KINDS = ("normal", "ties", "outliers", "zeros")
 
 
-def streaming(keys: np.ndarray, mass: np.ndarray) -> list[float]:
-    return list(range(len(keys)))
+class Row(NamedTuple):
+    """What a row has: keys [K, P, h], the attention that they got [K, P], queries [K, W, G, h] of its newest W
+    positions, the oldest first; and how queries weigh keys."""
+
+    keys: np.ndarray
+    mass: np.ndarray
+    queries: np.ndarray
+    scale: float = 0.1
+
+    def weights(self, head: int) -> np.ndarray:
+        """[W, G, P]: softmax over the cells up to each query's own; 0 for the newest W, which stay in any case."""
+        keys, queries = self.keys[head].astype(np.float64), self.queries[head].astype(np.float64)
+        weights = np.zeros((*queries.shape[:2], len(keys)))
+        for i, g in np.ndindex(*queries.shape[:2]):
+            seen = len(keys) - len(queries) + i + 1
+            logits = self.scale * keys[:seen] @ queries[i, g]
+            weights[i, g, :seen] = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        return weights
 
 
-def knorm(keys: np.ndarray, mass: np.ndarray) -> list[float]:
-    return [-float(np.sqrt((key**2).sum())) for key in keys]
+def pooled(scores: np.ndarray, width: int) -> list[float]:
+    return [float(scores[max(p - width // 2, 0) : p + width // 2 + 1].sum()) / width for p in range(len(scores))]
 
 
-def keydiff(keys: np.ndarray, mass: np.ndarray) -> list[float]:
+def older(weights: np.ndarray, interval: int) -> np.ndarray:
+    return np.where(np.arange(weights.shape[-1]) < weights.shape[-1] - interval, weights, 0)
+
+
+def h2o(row: Row, head: int, interval: int) -> list[float]:
+    return pooled(row.mass[head], 7)
+
+
+def streaming(row: Row, head: int, interval: int) -> list[float]:
+    return list(range(row.keys.shape[1]))
+
+
+def knorm(row: Row, head: int, interval: int) -> list[float]:
+    return [-float(np.sqrt((key.astype(np.float64) ** 2).sum())) for key in row.keys[head]]
+
+
+def keydiff(row: Row, head: int, interval: int) -> list[float]:
+    keys = row.keys[head].astype(np.float64)
     lengths = [max(float(np.sqrt((key**2).sum())), 1e-12) for key in keys]
     anchor = sum(key / length for key, length in zip(keys, lengths, strict=True)) / len(keys)
     size = max(float(np.sqrt((anchor**2).sum())), 1e-12)
     return [-float(key @ anchor) / (length * size) for key, length in zip(keys, lengths, strict=True)]
 
 
-ORACLES = {"streaming": streaming, "knorm": knorm, "keydiff": keydiff, "h2o": h2o}
+def sagekv(row: Row, head: int, interval: int) -> list[float]:
+    return list(row.weights(head)[-1].mean(axis=0))
 
 
-def by_the_paper(method: str, keys: np.ndarray, mass: np.ndarray, budget: int, interval: int) -> list[int]:
-    """The positions that stay of keys [P, h] that got so much attention [P]: the first, the newest, and those of the
-    highest scores."""
-    scores = ORACLES[method](keys.astype(np.float64), mass)
-    always = [p for p in range(len(keys)) if p < SINKS or p >= len(keys) - interval]
-    others = sorted((p for p in range(len(keys)) if p not in always), key=lambda p: (-scores[p], p))
+def tova(row: Row, head: int, interval: int) -> list[float]:
+    return list(np.mean([row.weights(k)[-1].mean(axis=0) for k in range(len(row.keys))], axis=0))
+
+
+def snapkv(row: Row, head: int, interval: int) -> list[float]:
+    return pooled(older(row.weights(head).mean(axis=(0, 1)), interval), 5)
+
+
+def morphkv(row: Row, head: int, interval: int) -> list[float]:
+    return list(row.weights(head).sum(axis=(0, 1)))
+
+
+ORACLES = {f.__name__: f for f in (streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv)}
+
+
+def by_the_paper(method: str, row: Row, head: int, budget: int, interval: int) -> list[int]:
+    """The positions that stay of a KV head of a row: the first, the newest, and those of the highest scores."""
+    scores, count = ORACLES[method](row, head, interval), row.keys.shape[1]
+    return by_scores(scores, count, budget, interval)
+
+
+def by_scores(scores: Any, count: int, budget: int, interval: int) -> list[int]:
+    scores = [float(f"{score:.9g}") for score in scores]  # those that are equal but for the order of sums
+    always = [p for p in range(count) if p < SINKS or p >= count - interval]
+    others = sorted((p for p in range(count) if p not in always), key=lambda p: (-scores[p], p))
     return sorted(always + others[: budget - len(always)])
 
 
-def keys_of(kind: str) -> np.ndarray:
-    """[K, P, h] float32."""
-    rng = np.random.default_rng(len(kind))
-    normal = rng.normal(size=(HEADS, CELLS, WIDTH))
-    return {
+def row_of(kind: str, count: int, window: int) -> Row:
+    """A row of so many cells, with the queries of its newest positions."""
+    rng = np.random.default_rng([len(kind), count])
+    normal = rng.normal(size=(HEADS, count, WIDTH))
+    keys = {
         "normal": lambda: normal,
         # Many scores are equal, and exact.
-        "ties": lambda: np.repeat(np.eye(WIDTH)[rng.integers(0, 2, (HEADS, CELLS // 2))], 2, axis=1),
-        "outliers": lambda: normal * np.where(rng.random((HEADS, CELLS, 1)) < 0.1, 50, 1),
-        "zeros": lambda: np.zeros((HEADS, CELLS, WIDTH)),
-    }[kind]().astype(np.float32)
+        "ties": lambda: np.eye(WIDTH)[np.repeat(rng.integers(0, 2, (HEADS, count)), 2, axis=1)[:, :count]],
+        "outliers": lambda: normal * np.where(rng.random((HEADS, count, 1)) < 0.1, 50, 1),
+        "zeros": lambda: np.zeros((HEADS, count, WIDTH)),
+    }[kind]()
+    mass, queries = rng.integers(0, 9, (HEADS, count)), rng.normal(size=(HEADS, window, GROUP, WIDTH))
+    return Row(*(x.astype(np.float32) for x in (keys, mass, queries)))
+
+
+def spoiled(x: np.ndarray) -> np.ndarray:
+    """[K, P, ...] with NaN behind the cells that are there."""
+    return np.concatenate([x, np.full((HEADS, CELLS - x.shape[1], *x.shape[2:]), np.nan, np.float32)], axis=1)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_keeps_what_the_paper_keeps(method):
-    """Of rows of different lengths, whatever lies behind their cells."""
-    policy = CachePolicy(method, BUDGET, INTERVAL)
-    chosen = jax.jit(lambda keys, count, mass: retained_positions(keys, count, policy, mass))
-    for kind in ("normal", "ties", "outliers", "zeros"):
+    """Of rows of different lengths, whatever lies behind their cells; queries lie by their positions."""
+    policy, dropped = CachePolicy(method, BUDGET, INTERVAL), 3
+    window = policy.queries
+
+    @jax.jit
+    def chosen(keys, mass, queries, count):
+        weights = None
+        if window:
+            zeroed = jnp.where(jnp.arange(CELLS)[:, None] < count, keys, 0)
+            weights = recent_weights(queries, zeroed, count, count - 1 + dropped, AttentionOptions(0.1))
+        return retained_positions(keys, count, policy, mass, weights)
+
+    for kind in KINDS:
         for count in (BUDGET, BUDGET + 1, BUDGET + INTERVAL, CELLS):
-            keys = keys_of(kind)
-            mass = np.random.default_rng(count).integers(0, 9, (HEADS, CELLS)).astype(np.float32)
-            spoiled, unknown = keys.copy(), mass.copy()
-            spoiled[:, count:] = unknown[:, count:] = np.nan
-            positions = np.asarray(chosen(jnp.asarray(spoiled), jnp.int32(count), jnp.asarray(unknown)))
+            row = row_of(kind, count, max(window, 1))
+            places = (count + dropped + np.arange(-max(window, 1), 0)) % max(window, 1)
+            stored = np.empty_like(row.queries)
+            stored[:, places] = row.queries
+            stored = stored.reshape(*stored.shape[:2], -1)
+            positions = np.asarray(chosen(spoiled(row.keys), spoiled(row.mass), stored, np.int32(count)))
             for head in range(HEADS):
-                expected = by_the_paper(method, keys[head, :count], mass[head, :count], BUDGET, INTERVAL)
+                expected = by_the_paper(method, row, head, BUDGET, INTERVAL)
                 assert positions[head].tolist() == expected, (kind, count, head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_readings_are_those_of_kvpress(kind):
+    """Where both have a policy. kvpress takes other versions of transformers than the other tests."""
+    presses = pytest.importorskip("kvpress", reason="needs kvpress and what it imports: pip install --no-deps kvpress")
+    torch, ratio = pytest.importorskip("torch"), 1 - (BUDGET + 0.5) / CELLS
+    made = {
+        "streaming": presses.StreamingLLMPress(ratio, n_sink=SINKS),
+        "knorm": presses.KnormPress(ratio),
+        "keydiff": presses.KeyDiffPress(ratio),
+        "tova": presses.TOVAPress(ratio),
+        "snapkv": presses.SnapKVPress(ratio, window_size=INTERVAL, kernel_size=5),
+    }
+    module = SimpleNamespace(config=SimpleNamespace(num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS))
+    for method, press in made.items():
+        row = row_of(kind, CELLS, CachePolicy(method, BUDGET, INTERVAL).queries or 1)
+        weights = np.stack([row.weights(head) for head in range(HEADS)]).transpose(0, 2, 1, 3)  # [K, G, W, P]
+        attention = torch.from_numpy(weights.reshape(1, HEADS * GROUP, -1, CELLS))
+        keys, hidden = torch.from_numpy(row.keys[None]).double(), torch.zeros(1, CELLS, 1)
+        scores = press.score(module, hidden, keys, keys, attention, {})[0]
+        for head in range(HEADS):
+            expected = by_scores(scores[head].tolist(), CELLS, BUDGET, INTERVAL)
+            assert by_the_paper(method, row, head, BUDGET, INTERVAL) == expected, (method, head)
+
+
+def test_queries_of_the_newest_positions_are_stored():
+    """Of decode rows and of chunks, several of a row among them; others stay, and padding is dropped."""
+    rows, window, layer = 4, 3, 1
+    rng = np.random.default_rng(0)
+    stored = rng.normal(size=(2, rows, HEADS, window, GROUP * WIDTH)).astype(np.float32)
+    # Row 0: tokens 4 to 8; row 2: 0 and 1; row 3: 7; padding, and a row that does not exist.
+    at = np.array([0, 0, 2, 0, 0, 0, 2, 3, 1, 9], np.int32)
+    positions = np.array([4, 5, 0, 6, 7, 8, 1, 7, -1, 2], np.int32)
+    new = rng.normal(size=(len(at), HEADS, GROUP, WIDTH)).astype(np.float32)
+    expected = stored.copy()
+    for row, position, queries in sorted(zip(at, positions, new, strict=True), key=lambda x: x[1]):
+        if row < rows and position >= 0:
+            expected[layer, row, :, position % window] = queries.reshape(HEADS, -1)
+    result = jax.jit(lambda *x: write_queries(*x, layer))(stored, new, at, positions)
+    np.testing.assert_array_equal(np.asarray(result), expected)
 
 
 def test_each_query_counts_once():
@@ -116,7 +229,7 @@ def test_options():
         assert CachePolicy.read(CachePolicy.read(text)) == CachePolicy.read(text)
     wrong = {
         "text such as 'keydiff:2048'": ["keydiff", "keydiff:", "keydiff:-3", "keydiff:2.5", "", 64, True, ["knorm:64"]],
-        "has the methods streaming, knorm, keydiff, h2o": ["newest:64"],
+        "has the methods streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv": ["newest:64"],
         "budget is 37 or more, got 36": ["keydiff:36"],
         "budget is 13 or more, got 12": ["keydiff:12:8"],
         "after 1 position or more": ["keydiff:64:0"],
