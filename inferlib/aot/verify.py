@@ -63,11 +63,13 @@ class Check:
 
 def candidates(ranking: Ranking, count: int) -> list[Option]:
     """The best plan of each of the `count` best meshes. Raises CompileError for a target without the TPU compiler, and
-    for plans with drafts."""
+    for plans with drafts or a cache policy."""
     if ranking.target.platform != "tpu":
         raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
     if any(option.drafts for option in ranking.options):
         raise CompileError("plans with drafts are not verified: leave out speculation, or compile the plan with it")
+    if any(option.deployed.cache_policy for option in ranking.options):
+        raise CompileError("plans with cache_policy are not verified: leave it out, or compile the plan with it")
     check_compiler(ranking.target)
     by_mesh: dict[str, Option] = {}
     for option in ranking.options:
@@ -101,6 +103,7 @@ def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
         modes=("greedy",),
         quantization=deployed.quantization,
         kv_cache_dtype=deployed.kv_cache_dtype,
+        cache_policy=deployed.cache_policy and str(deployed.cache_policy),
     )
 
 

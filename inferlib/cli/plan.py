@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import CacheDtype, Json, ShapeArguments, grouped
+from inferlib.cli.arguments import CacheDtype, CachePolicy, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
 from inferlib.cli.output import check_output_file, json_line, user_errors, write
 from inferlib.cli.trace import TraceArguments, rendered, simulated
@@ -47,6 +47,7 @@ class FormatsArguments:
         ),
     ] = None
     kv_cache_dtype: CacheDtype = None
+    cache_policy: CachePolicy = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ def plan(
     from inferlib.planning.simulator import mean_workload
 
     with user_errors():
-        trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation)
+        others = {"cache-policy": formats.cache_policy}
+        trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation, **others)
         source = shape.source(files=False)
         drafts = drafts_option(work.speculation, work.acceptance, source)
         offers = trace.offers() if trace.trace else None
@@ -102,6 +104,7 @@ def plan(
             slo=work.slo,
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
+            cache_policy=formats.cache_policy,
             drafts=drafts,
         )
         if offers is not None:

@@ -6,18 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rich.markup import escape
 
 from inferlib.aot.verify import Check, by_compiler, candidates, deployment, programs, verify
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import ConfigurationError, brief, check_kv_cache_dtype, checked_path, speculation_option
+from inferlib.config import (
+    ConfigurationError,
+    brief,
+    check_kv_cache_dtype,
+    checked_path,
+    policy_option,
+    speculation_option,
+)
 from inferlib.deploy import plan_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.families import family_of
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.planning import planner
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import Option, PlanError, Ranking, Slo, Workload
@@ -32,16 +40,23 @@ if TYPE_CHECKING:
 __all__ = ["Drafts", "PlanResult", "Slo", "Workload", "plan"]
 
 
+class Formats(TypedDict, total=False):
+    """How the weights and the cache are stored; see `plan`."""
+
+    quantization: str | None
+    kv_cache_dtype: str | None
+    cache_policy: CachePolicy | str | None
+
+
 def plan(
     model: str | Path | Mapping[str, Any] | ModelSource,
     target: str,
     workload: Workload = Workload(),  # noqa: B008
     *,
     slo: str | Slo | None = None,
-    quantization: str | None = None,
-    kv_cache_dtype: str | None = None,
     revision: str | None = None,
     drafts: Drafts | None = None,
+    **stored: Unpack[Formats],
 ) -> PlanResult:
     """Rank meshes, presets, weight formats and batch sizes for a workload, by an analytical cost model.
 
@@ -56,6 +71,7 @@ def plan(
     quantization: formats of the weights to rank, with commas between them ("none" is bfloat16); by default as the model
         is shipped, or "none,int8".
     kv_cache_dtype: "int8", "fp8" or "int4"; by default bfloat16.
+    cache_policy: "keydiff:2048", as for `LLM`: a row's cache is bounded. Meshes that it does not work on are left out.
     revision: branch, tag or commit of a model of the hub.
     drafts: of speculative decoding, such as `Drafts(Speculation("ngram", 7), acceptance=0.7)`; each plan takes as many
         as pay.
@@ -63,6 +79,10 @@ def plan(
     Raises PlanError if nothing fits, saying what would; TargetError, CheckpointError, ConfigError or
     ConfigurationError for input that is wrong.
     """
+    if unknown := sorted(set(stored) - set(Formats.__annotations__)):
+        known = ", ".join(Formats.__annotations__)
+        raise TypeError(f"plan() got an unexpected keyword argument {unknown[0]!r}; formats are {known}")
+    quantization, kv_cache_dtype = stored.get("quantization"), stored.get("kv_cache_dtype")
     if not isinstance(workload, Workload):
         raise PlanError(f"workload must be Workload(input_len, output_len, concurrency), got {brief(workload)}")
     for name, value, kind in (("target", target, str), ("quantization", quantization, str | None)):
@@ -73,6 +93,7 @@ def plan(
     if not isinstance(drafts, Drafts | None):
         raise ConfigurationError(f"drafts must be Drafts(speculation, acceptance), got {brief(drafts)}")
     check_kv_cache_dtype(kv_cache_dtype)
+    policy = policy_option(stored.get("cache_policy"))
     goal = slo if isinstance(slo, Slo) else Slo.parse(slo or "")
     slice_ = parse_target(target)
     source = model_source(model, revision, files=False)
@@ -81,7 +102,7 @@ def plan(
         drafts.check(source.config)
         if drafts.speculation.method == "mtp":
             mtp_names(family_of(dict(source.hf)))
-    ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts)
+    ranking = planner.rank(source.config, slice_, workload, goal, formats, kv_cache_dtype, drafts, policy)
     return PlanResult(source, ranking, drafts)
 
 
@@ -163,7 +184,7 @@ class PlanResult(Tables):
         """The result with the best plan of each of the best `meshes` compiled by the TPU compiler, without a TPU.
 
         started, done: called with a program's name before and after it compiles. Raises CompileError for a target that
-        is no TPU slice, without the compiler, or for plans with drafts.
+        is no TPU slice, without the compiler, or for plans with drafts or a cache policy.
         """
         checks = verify(
             self.source.hf,

@@ -28,10 +28,12 @@ NOTE = (
 
 
 def title(ranking: Ranking, model: str) -> str:
-    work, target, cache_dtype = ranking.workload, ranking.target, ranking.best.deployed.kv_cache_dtype
+    work, target, best = ranking.workload, ranking.target, ranking.best.deployed
+    cache = f"; cache of {best.kv_cache_dtype}" if best.kv_cache_dtype else ""
+    cache += f"; cache by {best.cache_policy}" if best.cache_policy else ""
     return (
         f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "
-        f"{work.output_len}, {work.concurrency} at a time{f'; cache of {cache_dtype}' if cache_dtype else ''}"
+        f"{work.output_len}, {work.concurrency} at a time{cache}"
     )
 
 
@@ -42,13 +44,14 @@ def drafted(drafts: Drafts | None) -> str:
 
 def best_lines(ranking: Ranking, drafts: Drafts | None = None) -> list[str]:
     """The best plan as lines, and whether it meets the SLO."""
-    best, cache_dtype = ranking.best, ranking.best.deployed.kv_cache_dtype
+    best, cache_dtype, policy = ranking.best, ranking.best.deployed.kv_cache_dtype, ranking.best.deployed.cache_policy
     missed = [] if ranking.meets else [f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:"]
     return [
         *missed,
         f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} "
         f"--max-len {ranking.workload.max_len}"
         f"{f' --kv-cache-dtype {cache_dtype}' if cache_dtype else ''}"
+        f"{f' --cache-policy {policy}' if policy else ''}"
         f"{f' --speculation {replace(drafts.speculation, tokens=best.drafts)}' if drafts and best.drafts else ''}, "
         f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s. The cache can hold {best.pool_tokens:,} tokens.",

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
-from inferlib.config import check_kv_cache_dtype
+from inferlib.config import ConfigurationError, PoolSize, check_kv_cache_dtype
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import AttentionSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
@@ -26,6 +26,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.hadamard import factors_of, operations
 from inferlib.ops.quantized import nbytes
 from inferlib.planning import rates
@@ -220,7 +221,7 @@ class Deployed:
     """A model on a mesh of a target.
 
     quantization: of the weights, None for bfloat16. kv_cache_dtype: None for bfloat16. Raises ConfigurationError for an
-    unknown one.
+    unknown one. cache_policy: what rows' caches keep, None for all.
     """
 
     config: ModelConfig
@@ -228,6 +229,7 @@ class Deployed:
     parallel: Parallelism
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
+    cache_policy: CachePolicy | None = None
 
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)
@@ -273,13 +275,44 @@ class Deployed:
             layout = self.model.layout.heads(spec)
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
             cached = sum(array.position_bytes(self.shards) for array in block.arrays)
+            cached += block.arrays[0].position_bytes(self.shards) if block.massed else 0  # keys are read again
             state = block.row_bytes(self.shards) if isinstance(block, BlockState) else 0
             blocks.append(Block(len(layers) * self.config.runs(layers[0]), spec, heads, cached, state))
         return tuple(blocks)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
         kind: dict[str, Any] = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kind)
+        pool = PoolSize()
+        if self.cache_policy is not None:
+            pool = pool.compacted(self.cache_policy, self.cache_policy.bound(max_len, chunk))
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, pool=pool, **kind)
+
+    @property
+    def compacts(self) -> bool:
+        """True if a mesh like this one can compact rows, or need not: each device has whole groups of heads, and all
+        positions of its rows."""
+        if self.cache_policy is None:
+            return True
+        try:
+            self.plan(self.replicas, self.config.context, 1)
+        except ConfigurationError:
+            return False
+        return self.shards.size(axes.POSITIONS) == self.shards.size(axes.TOKENS) == 1
+
+    def cells(self, position: float) -> float:
+        """How many cells a row of so many tokens has while it decodes, on average."""
+        policy = self.cache_policy
+        return position if policy is None or position < policy.most else policy.budget + policy.interval / 2
+
+    def compaction(self, rows: int, max_len: int, chunk: int) -> float:
+        """Seconds of a decode step's share of compacting rows: each reads its pages and writes its budget of cells once
+        in an interval."""
+        plan, policy = self.plan(self.replicas, max_len, chunk), self.cache_policy
+        if policy is None or plan.bound is None:
+            return 0.0
+        cells = plan.columns * plan.page + policy.budget
+        moved = sum(block.layers * block.written for block in self.blocks) * cells
+        return rows * moved / policy.interval / (self.target.hbm_bandwidth * ATTAINED.memory)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Memory for `batch` rows over all replicas, prefilled in chunks of `chunk` tokens."""

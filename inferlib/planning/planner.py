@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from inferlib.config import PoolSize
+from inferlib.config import DeviceKind, EngineOptions, PoolSize
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
 from inferlib.planning.draft_layers import drafting_of
 from inferlib.planning.drafts import Drafts
@@ -90,7 +91,8 @@ class Option:
 
     decode: time of a decode step, with the cache half way through the answers. prefill: seconds for one prompt. Prompts
     are prefilled between decode steps, so every token waits for its share of them. drafts: tokens that each step
-    drafts; drafting: seconds that a draft model takes for them; tokens: what a row gets of a step.
+    drafts; drafting: seconds that a draft model takes for them; tokens: what a row gets of a step. compaction: seconds
+    of a step in which rows are compacted.
     """
 
     deployed: Deployed
@@ -102,6 +104,7 @@ class Option:
     drafts: int = 0
     drafting: float = 0.0
     tokens: float = 1.0
+    compaction: float = 0.0
 
     def slower(self, decode: float = 1.0, prefill: float = 1.0) -> Option:
         """The option with these factors on its times."""
@@ -115,8 +118,8 @@ class Option:
 
     @property
     def step(self) -> float:
-        """Seconds of a decode step and of its drafts."""
-        return self.decode.seconds + self.drafting
+        """Seconds of a decode step, of its drafts and of compactions."""
+        return self.decode.seconds + self.drafting + self.compaction
 
     @property
     def _cycle(self) -> float:
@@ -162,6 +165,7 @@ class Option:
             "parallel": str(self.deployed.parallel),
             "weights": self.deployed.weights,
             "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
+            "cache_policy": self.deployed.cache_policy and str(self.deployed.cache_policy),
             "batch": self.batch,
             "pool_tokens": self.pool_tokens,
             "ttft": self.ttft,
@@ -171,6 +175,7 @@ class Option:
             "drafts": self.drafts,
             "tokens_per_step": self.tokens,
             "drafting": self.drafting,
+            "compaction": self.compaction,
             "decode": vars(self.decode) | {"bound": self.decode.bound},
             "bytes": vars(self.memory) | {"total": self.memory.total, "over": self.over},
         }
@@ -232,12 +237,14 @@ def rank(
     quantizations: Sequence[Quantization | None] = USUAL,
     kv_cache_dtype: str | None = None,
     drafts: Drafts | None = None,
+    cache_policy: CachePolicy | None = None,
 ) -> Ranking:
-    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`. drafts: of speculative
-    decoding, of which each option takes as many as give most tokens for their time.
+    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype, cache_policy: see `EngineConfig`. drafts: of
+    speculative decoding, of which each option takes as many as give most tokens for their time.
 
     Raises PlanError if nothing fits (the message says what is missing and what would work) or if the workload exceeds
-    the model's context; TargetError for a target without published figures.
+    the model's context; TargetError for a target without published figures; ConfigurationError for a cache policy that
+    does not work with the rest.
     """
     if not target.hbm_bytes:
         raise TargetError(
@@ -245,13 +252,23 @@ def rank(
         )
     if workload.max_len > config.context:
         raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
+    if cache_policy is not None:
+        settings: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, speculation=drafts and drafts.speculation)
+        options = EngineOptions(max_len=workload.max_len, cache_policy=cache_policy, **settings)
+        options.resolve(DeviceKind(target.platform)).check_model(config)
     every = [
         option
         for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
-        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype))
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype, cache_policy))
+        and deployed.compacts
         for option in _options(deployed, workload, drafts)
     ]
+    if not every and cache_policy is not None:
+        raise PlanError(
+            f"no mesh of {target} has whole groups of heads and all positions of a row on each device, which "
+            f"cache_policy {str(cache_policy)!r} needs: take a smaller slice, or a policy by keys"
+        )
     options = [o for o in every if o.over <= 0]
     if not options:
         raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
@@ -335,9 +352,10 @@ def _options(deployed: Deployed, workload: Workload, drafts: Drafts | None) -> I
     prefill = _prefill(deployed, workload)
     for batch in _batches(workload.concurrency, deployed.replicas):
         rows = -(-min(batch, workload.concurrency) // deployed.replicas)
-        decode = step_time(deployed.decode(rows, workload.middle), deployed.network)
+        decode = step_time(deployed.decode(rows, deployed.cells(workload.middle)), deployed.network)
         memory = deployed.memory(batch, workload.max_len, chunk)
-        option = Option(deployed, workload, batch, memory, decode, prefill)
+        compaction = deployed.compaction(rows, workload.max_len, chunk)
+        option = Option(deployed, workload, batch, memory, decode, prefill, compaction=compaction)
         if drafts is not None:
             drafted = [o for o in _drafted(option, rows, drafts) if o.over <= max(option.over, 0)]
             option = max(drafted, key=lambda o: o.throughput)
@@ -346,8 +364,9 @@ def _options(deployed: Deployed, workload: Workload, drafts: Drafts | None) -> I
 
 def _prefill(deployed: Deployed, workload: Workload) -> float:
     """Seconds for one prompt."""
-    chunks = -(-workload.input_len // workload.chunk)
-    middle = deployed.prefill(workload.chunk, workload.chunk * (chunks - 1) / 2)
+    chunks, policy = -(-workload.input_len // workload.chunk), deployed.cache_policy
+    starts = [i * workload.chunk if policy is None else min(i * workload.chunk, policy.budget) for i in range(chunks)]
+    middle = deployed.prefill(workload.chunk, sum(starts) / chunks)
     return chunks * step_time(middle, deployed.network).seconds
 
 
@@ -392,4 +411,6 @@ def _fits(deployed: Deployed, name: str, workload: Workload) -> bool:
     """True if one row of each replica fits a target with the widest tensor axis."""
     target = parse_target(name)
     deployed = replace(deployed, target=target, parallel=_tensor_meshes(deployed.config, target)[-1])
+    if not deployed.compacts:
+        return False
     return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 
 from benchmarks.compile import CASES as DEPLOYMENTS
 from inferlib import configs
+from inferlib.aot.compile import CompileError
+from inferlib.aot.verify import candidates, deployment
 from inferlib.checkpoint.load import described_quantization
 from inferlib.cli import app
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import USUAL, PlanError, Slo, Workload, formats, rank
 from inferlib.planning.plans import Plan, load_plan
@@ -167,6 +170,50 @@ def test_a_draft_model_takes_time_and_memory():
 
 def run(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_bounded_caches_take_less_and_are_read_faster():
+    """A row of 8,192 positions keeps 2,048, and while its prompt is prefilled 1,024 more."""
+    work, policies = Workload(7168, 1024, 64), ("keydiff:2048", "h2o:2048", "snapkv:2048")
+    results = {None: ranking("llama3-8b", "v5p:2x2x1", work, quantizations=(None,))}
+    for name in policies:
+        options = dict(quantizations=(None,), cache_policy=CachePolicy.read(name))
+        results[name] = ranking("llama3-8b", "v5p:2x2x1", work, **options)
+    best = {name: next(o for o in result.options if o.batch == 64) for name, result in results.items()}
+    full, keydiff = best[None], best["keydiff:2048"]
+    assert keydiff.memory.cache * 8192 == full.memory.cache * (2048 + 1024)
+    assert keydiff.decode.seconds < full.decode.seconds / 2
+    assert keydiff.itl < full.itl
+    assert 0 < keydiff.compaction < 0.05 * keydiff.decode.seconds
+    assert full.compaction == 0
+    assert best["h2o:2048"].decode.seconds > keydiff.decode.seconds  # keys are read twice
+    assert best["snapkv:2048"].memory.cache - keydiff.memory.cache == 64 * 32 * 32 * 4096 * 2 // 4  # queries
+    made = deployment(configs.load("llama3-8b"), keydiff)
+    assert made.cache_policy == "keydiff:2048"
+    assert made.planned().plan.bound == 2048 + 1024
+    assert {o.deployed.parallel.sequence for o in results["keydiff:2048"].options} == {1}
+    assert {o.deployed.parallel.sequence for o in results[None].options} > {1}
+
+
+def test_bounded_caches_that_cannot_be_planned():
+    def planned(target="v6e-8", policy="keydiff:1024", shape="llama3-8b", **options):
+        return ranking(shape, target, Workload(3072, 1024, 8), cache_policy=CachePolicy.read(policy), **options)
+
+    for message, options in {
+        "keeps a multiple of 128 positions": dict(policy="keydiff:1000"),
+        "does not work with kv_cache_dtype yet": dict(kv_cache_dtype="int8"),
+        "does not work with speculation yet": dict(drafts=Drafts(Speculation("ngram", 3), 0.7)),
+        "does not run on Trainium": dict(target="trn2-16"),
+        "layer 0 of this one has latents": dict(shape="deepseek-v3", target="v6e-64"),
+    }.items():
+        with pytest.raises(ConfigurationError, match=message):
+            planned(**options)
+    copies = planned("v6e-16", "keydiff:1024")
+    counted = planned("v6e-16", "h2o:1024")
+    assert "tp=16" in {str(o.deployed.parallel) for o in copies.options}
+    assert "tp=16" not in {str(o.deployed.parallel) for o in counted.options}  # two devices share a KV head
+    with pytest.raises(CompileError, match="plans with cache_policy are not verified"):
+        candidates(copies, 1)
 
 
 def test_command(tmp_path):

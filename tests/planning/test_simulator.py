@@ -241,6 +241,7 @@ def test_plan_of_a_trace(tmp_path):
     assert all(name in " ".join(shown.stdout.split()) for name in ("two alike", "prefill apart"))
     for options, message in [
         (["--verify", "1"], "--verify is about the ranking"),
+        (["--cache-policy", "keydiff:128"], "--cache-policy is about the ranking"),
         (["--rate", "0"], "--rate is a number of requests"),
         (["--batch-buckets", "x"], "buckets are whole numbers"),
         (["--batch-buckets", "4,2"], "ascending"),
