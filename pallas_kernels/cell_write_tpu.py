@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
 from inferlib.pallas_kernels.block_stream_tpu import BlockStream
+from inferlib.pallas_kernels.row_stream_tpu import RowStream
 
 LANES, SUBLANES = 128, 8
 
@@ -54,7 +55,7 @@ class CellWriter:
     if there are none.
     """
 
-    stream: BlockStream
+    stream: BlockStream | RowStream
     new: int
     width: int
     scaled: bool

@@ -9,8 +9,7 @@ at most to the end of a unit (a page, or 64 or 128 positions) and never change a
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +23,8 @@ from inferlib.attention_values import AttentionOptions, KvCache, NewCells, Shape
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of, zero_outside
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
+from inferlib.pallas_kernels.decode_rows_tpu import rows_kernel
 from inferlib.pallas_kernels.generations_tpu import generation, untaken
 from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.tuned_tpu import tuned
@@ -37,7 +38,6 @@ FAST = (
     "v7x",
 )  # memory waits for computation: parts are twice as large, though short rows fill them less
 MOST_QUERIES = 128  # of a KV head: their LSEs fill one row of lanes
-MOST_MASKED = 32  # queries of a row with a mask: one bit of a word each
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p by default
 AHEAD = 4096  # bytes of one dimension of the keys that are multiplied while the softmax takes its maxima
 RESULTS = 4  # rows whose results are being copied to memory
@@ -171,177 +171,43 @@ def decode_attention(
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
     if cache.ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
-    sizes = _sizes(q, cache, window, new is not None, blocks)
-    arrays = [x if cache.k.ndim == 5 else x[None] for x in cache.arrays]
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
-        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
-    inputs = _lay_out(q, arrays, options, new, mask)
-    scalars = _scalars(sizes.place, cache, lengths, new)
-    out, lse, written = _call(sizes, options, scalars, inputs, interpret)
-    rows, queries, heads, group, size = q.shape
-    out = out.reshape(rows, heads, queries, group, size)
-    lse = lse[:, :, : queries * group].reshape(rows, heads, queries, group)
-    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if cache.k.ndim == 5 else x[0] for x in written)
+    call = Call(q.shape, cache, options, writes=new is not None, interpret=interpret)
+    return call.run(kernel_of(call, blocks), q, lengths, new, mask)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The static sizes of one call: queries [B, C, K, G, h], the place of positions in the cache, and block sizes.
-
-    arrays: 2 if keys and values are apart, else 1. scaled: the cache is quantised. writes: the kernel writes new cells.
-    """
-
-    shape: tuple[int, ...]
-    place: Pages
-    blocks: Blocks
-    arrays: int
-    scaled: bool
-    writes: bool
+def kernel_of(call: Call, blocks: Blocks | None = None) -> Kernel:
+    """The kernel of a call: several rows at a time if they are short and blocks are not given."""
+    together = rows_kernel(call) if blocks is None else None
+    return together or _stream_kernel(call, blocks)
 
 
-def _sizes(q: jax.Array, cache: KvCache, window: int | None, writes: bool, blocks: Blocks | None) -> _Sizes:
-    k, columns, slots = cache.k, cache.columns, cache.k.shape[-2]
-    seen = window and window + q.shape[1] - 1  # by a row's queries together
-    arrays = 1 if cache.v is None else 2
-    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, k.dtype.itemsize, columns, seen)
-    place = Pages(slots, columns, cache.ring, seen, _unit(slots, columns, seen, cache.scaled), blocks.block)
-    return _Sizes(q.shape, place, blocks, arrays, cache.scaled, writes)
-
-
-def _lay_out(
-    q: jax.Array, arrays: Sequence[jax.Array], options: AttentionOptions, new: NewCells | None, mask: jax.Array | None
-) -> _Inputs:
-    """The kernel's inputs, for the cache's arrays [L, N, K, S, ...]."""
-    rows, queries, heads, group, _ = q.shape
-    width, sinks = queries * group, options.sinks
-
-    def packed(x: jax.Array) -> jax.Array:
-        """[..., C, K, G, h] -> [..., K, C * G, h]."""
-        return jnp.moveaxis(x, -4, -3).reshape(*x.shape[:-4], heads, width, x.shape[-1])
-
-    def cells(x: jax.Array) -> jax.Array:
-        """[B, C, K, h] -> [B, K, C, h]."""
-        return jnp.moveaxis(x, 1, 2).astype(q.dtype)
-
-    queries_and_cells = packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new.cells)], axis=2)
-    inputs = _Inputs(queries_and_cells, tuple(arrays))
-    if sinks is not None:
-        wide = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None] * LOG2E, (queries, heads, group, LANES))
-        inputs = inputs._replace(sinks=packed(wide))
-    if mask is not None:
-        bits = jnp.sum(mask.astype(jnp.int32) << jnp.arange(queries), axis=-1)
-        bits = jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES))
-        inputs = inputs._replace(mask=bits)
-    return inputs
-
-
-def _scalars(place: Pages, cache: KvCache, lengths: jax.Array, new: NewCells | None) -> _Scalars:
-    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1))
-    if cache.ring:  # divided here: the scalar unit is slow at it
-        scalars = scalars._replace(origin=lax.rem(place.first(scalars.lengths), place.capacity))
-    if cache.pages is not None:
-        scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, cache.k.shape[-4] - 1).reshape(-1))
-    if new is not None and new.written is not None:
-        scalars = scalars._replace(written=new.written)
-    return scalars
-
-
-def _call(
-    sizes: _Sizes,
-    options: AttentionOptions,
-    scalars: _Scalars,
-    inputs: _Inputs,
-    interpret: bool | pltpu.InterpretParams,
-) -> _Outputs:
-    rows, queries, heads, group, size = sizes.shape
-    width, in_hbm = queries * group, pl.BlockSpec(memory_space=pl.ANY)
-    specs = _Inputs(in_hbm, (in_hbm,) * len(inputs.cache))
-    if inputs.sinks is not None:
-        specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
-    if inputs.mask is not None:
-        specs = specs._replace(mask=pl.BlockSpec((None, width, LANES), lambda b, _: (b, 0, 0)))
-    targets = inputs.cache if sizes.writes else ()
-    shapes = _Outputs(
-        jax.ShapeDtypeStruct((rows, heads, width, size), inputs.q.dtype),
-        jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets),
+def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
+    """The kernel that runs row by row."""
+    (_, queries, _, group, _), cache = call.shape, call.cache
+    blocks = blocks or default_blocks(
+        call.shape, cache.k.shape[-3:], call.arrays, cache.k.dtype.itemsize, cache.columns, call.seen
     )
-    first_target = len(jax.tree.leaves(scalars)) + 1
-    (outputs,) = pl.pallas_call(
-        _kernel_of(sizes, options),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows,),
-            in_specs=(specs,),
-            out_specs=(_Outputs(in_hbm, in_hbm, (in_hbm,) * len(targets)),),
-            scratch_shapes=[_scratch(inputs.q, inputs.cache, sizes.blocks, queries, width, writes=sizes.writes)],
-        ),
-        out_shape=(shapes,),
-        input_output_aliases={first_target + n: 2 + n for n in range(len(targets))},
-        # Checks triple what it takes to start a copy; `BlockStream` and the clipped table keep them in bounds.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
-        cost_estimate=_cost(sizes, options.shared_window, inputs),
-        interpret=interpret,
-        name="decode_attention",
-    )(scalars, inputs)
-    return outputs
-
-
-def _kernel_of(sizes: _Sizes, options: AttentionOptions) -> Callable[..., None]:
-    softcap = options.softcap
-    return functools.partial(
+    unit = _unit(call.slots, cache.columns, call.seen, cache.scaled)
+    place = Pages(call.slots, cache.columns, cache.ring, call.seen, unit, blocks.block)
+    softcap = call.options.softcap
+    body = functools.partial(
         _kernel,
-        place=sizes.place,
-        part=sizes.blocks.part,
-        arrays=sizes.arrays,
-        scaled=sizes.scaled,
-        writes=sizes.writes,
-        queries=sizes.shape[1],
-        group=sizes.shape[3],
-        scale=options.scale * LOG2E,
-        window=options.shared_window,
+        place=place,
+        part=blocks.part,
+        arrays=call.arrays,
+        scaled=cache.scaled,
+        writes=call.writes,
+        queries=queries,
+        group=group,
+        scale=call.options.scale * LOG2E,
+        window=call.options.shared_window,
         softcap=softcap and softcap * LOG2E,
     )
-
-
-def _cost(sizes: _Sizes, window: int | None, inputs: _Inputs) -> pl.CostEstimate:
-    rows, queries, heads, group, size = sizes.shape
-    live = rows * heads * min(sizes.place.capacity, window or sizes.place.capacity)
-    moved = live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in inputs.cache)
-    moved += 2 * math.prod(sizes.shape) * inputs.q.dtype.itemsize
-    for x in inputs.cache if sizes.writes else ():
-        moved += rows * heads * tile_of(x.ndim, x.dtype) * math.prod(x.shape[4:]) * x.dtype.itemsize
-    width = queries * group
-    return pl.CostEstimate(flops=4 * live * size * width, bytes_accessed=moved, transcendentals=live * width)
-
-
-class _Scalars(NamedTuple):
-    """Scalar memory: lengths [B]; layer [1]; origin [B], a ring's slot of the first position that is read; the page
-    table [B * M]; written [B], how many of a row's new cells are."""
-
-    lengths: Any
-    layer: Any
-    origin: Any = None
-    table: Any = None
-    written: Any = None
-
-
-class _Inputs(NamedTuple):
-    """HBM: q [B, K, R, h] with R = C * G, and new cells behind the queries; k, v [L, N, K, S, h] (or only k), then
-    their scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [R, 128] of bits."""
-
-    q: Any
-    cache: tuple
-    sinks: Any = None
-    mask: Any = None
-
-
-class _Outputs(NamedTuple):
-    """HBM: out [B, K, R, h], lse [B, K, 128], and the cache's arrays if the kernel writes them."""
-
-    out: Any
-    lse: Any
-    cache: tuple
+    return Kernel(
+        body,
+        place,
+        functools.partial(_scratch, blocks=blocks, queries=queries, width=queries * group, writes=call.writes),
+    )
 
 
 class _Scratch(NamedTuple):
@@ -368,7 +234,7 @@ class _Scratch(NamedTuple):
     write_semaphores: Any = None
 
 
-def _scratch(q: jax.Array, cache: Sequence[jax.Array], blocks: Blocks, queries: int, width: int, *, writes: bool):
+def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, blocks: Blocks, queries: int, width: int, writes: bool):
     """The kernel's scratch for inputs q and cache, and rows of `width` queries."""
     rows, heads, _, size = q.shape
     scaled = cache[-1].ndim < cache[0].ndim
@@ -405,9 +271,9 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], blocks: Blocks, queries: 
 
 
 def _kernel(
-    scalars: _Scalars,
-    inputs: _Inputs,
-    outputs: _Outputs,
+    scalars: Scalars,
+    inputs: Inputs,
+    outputs: Outputs,
     scratch: _Scratch,
     *,
     place,
@@ -456,6 +322,7 @@ def _kernel(
     exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
     row, rows = pl.program_id(0), stream.rows
     length = stream.length(row)
+    dead = [length == 0] * heads
 
     whole = part == place.block and place.most == 1  # a row is one part
     most = AHEAD // k_buf.dtype.itemsize
@@ -517,7 +384,7 @@ def _kernel(
             seen &= position > query - window
         if mask_ref is not None:
             new = position - (length - queries)
-            bit = lax.shift_right_logical(wide(mask_ref[...], part), jnp.clip(new, 0, MOST_MASKED - 1)) & 1
+            bit = lax.shift_right_logical(wide(mask_ref[0], part), jnp.clip(new, 0, MOST_MASKED - 1)) & 1
             seen &= (new < 0) | (bit == 1)
         return seen
 
@@ -550,7 +417,7 @@ def _kernel(
             taken[head] = top, total, acc + product
         multiply(tasks[early:], next_buf, next_offset, 1 - this)
         if whole:
-            results.put(row, taken, length == 0)
+            results.put(row, taken, dead)
         else:
             for head in range(heads):
                 top_ref[head], sum_ref[head], acc_ref[head] = taken[head]
@@ -598,14 +465,14 @@ def _kernel(
         @pl.when(length == 0)
         def _():
             results.make_room(row)
-            results.put(row, [initial(head) for head in range(heads)], length == 0)
+            results.put(row, [initial(head) for head in range(heads)], dead)
             results.send(row)
     else:
         for head in range(heads):
             top_ref[head], sum_ref[head], acc_ref[head] = initial(head)
         state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])
         results.make_room(row)
-        results.put(row, [(top_ref[head], sum_ref[head], acc_ref[head]) for head in range(heads)], length == 0)
+        results.put(row, [(top_ref[head], sum_ref[head], acc_ref[head]) for head in range(heads)], dead)
         results.send(row)
 
     def end():

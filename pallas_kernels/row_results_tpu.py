@@ -34,14 +34,14 @@ class RowResults:
         def _():
             self._wait(row)
 
-    def put(self, row: jax.Array, results: Sequence[tuple[jax.Array, ...]], dead: jax.Array) -> None:
+    def put(self, row: jax.Array, results: Sequence[tuple[jax.Array, ...]], dead: Sequence[jax.Array]) -> None:
         """Store a row's output and LSE, from each head's maximum and sum [R, 128], lanes alike, and accumulator [R, h].
-        dead: the row is inactive."""
+        dead: for each head, whether its row is inactive."""
         (out, lse), place = self.staged, rem(row, self._places)
         shape = results[0][0].shape
         diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
-        for head, (top, total, acc) in enumerate(results):
-            empty = (top <= MASKED / 2) | dead
+        for head, ((top, total, acc), is_dead) in enumerate(zip(results, dead, strict=True)):
+            empty = (top <= MASKED / 2) | is_dead
             total = jnp.where(empty, 1.0, total)
             out[place, head] = (acc * wide(jnp.where(empty, 0.0, 1.0 / total), acc.shape[1])).astype(out.dtype)
             logs = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))

@@ -78,15 +78,45 @@ WRITING_CASES = {
         (0, 1, 129, 500), heads=1, slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True
     ),
 }
+# Rows that the kernel for TPUs takes several at a time: their number is a multiple of four.
+SHORT_CASES = {
+    "short rows": Case((0, 1, 15, 16, 17, 48, 0, 33), slots=48),
+    "short rows in half precision, softcap, sinks": Case(
+        (0, 1, 31, 48), slots=48, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}
+    ),
+    "short rows in pages": Case((0, 17, 100, 64), slots=32, columns=4, layers=2),
+    "short rows, window": Case((0, 1, 49, 50, 51, 128, 99, 3), options={"window": 50}, slots=128),
+    "short rows, full rings": Case(
+        (0, 1, 64, 65, 300, 503, 79, 80),
+        slots=64,
+        ring=True,
+        dtype=jnp.bfloat16,
+        sinks=True,
+        options={"window": 64},
+        writes=True,
+    ),
+    "short rows, rings of pages, several written": Case(
+        (3, 40, 63, 66, 100, 163, 0, 80), queries=5, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
+    ),
+    "short rows, a tree": Case((0, 2, 5, 130), queries=5, tree=True, options={"window": 100}, slots=136),
+    "short rows, int8, written to some": Case(
+        (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)
+    ),
+    "short rows, fp8 in half precision, written": Case(
+        (0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True
+    ),
+}
 
 
 RACES = (
     *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
     *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "fp8, written to a ring", "int8, written to some rows"),
+    *("short rows in pages", "short rows, full rings", "short rows, rings of pages, several written"),
+    *("short rows, a tree", "short rows, int8, written to some"),
 )
 EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
-EARLY += ("int8, written to some rows",)
+EARLY += ("int8, written to some rows", "short rows, full rings", "short rows, rings of pages, several written")
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +149,11 @@ def test_new_cells_are_written(name, backend):
     WRITING_CASES[name].check(BACKENDS[backend])
 
 
+@on_backends(SHORT_CASES, ("tpu",), RACES)
+def test_short_rows(name, backend):
+    SHORT_CASES[name].check(BACKENDS[backend])
+
+
 def test_written_blocks_that_are_one_part(monkeypatch):
     """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)
@@ -139,7 +174,7 @@ def test_kernels_without_scales_or_a_mask_say_so():
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
-    case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES)[name]
+    case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES | SHORT_CASES)[name]
     case = dataclasses.replace(case, queries=case.queries or 1)
     case.check(on_decode_kernel(decode_attention_tpu.decode_attention, interpret=params))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from inferlib.tuning.kernel_cases.draws import shuffled_pages, unequal
@@ -105,14 +107,18 @@ class DecodeAttention:
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        scalars = [np.array(self.lengths), np.zeros(1, int)]
-        if self.slots is not None:
-            first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
-            unit = math.gcd(self.slots, 128 if self.stored else 64)
-            scalars.append(first // unit * unit % self.slots)
-        if (pages := self.pages) is not None:
-            scalars.append(pages.reshape(-1))
-        return dict(enumerate(scalars))
+        from inferlib.attention_values import AttentionOptions, KvCache
+        from inferlib.pallas_kernels.decode_attention_tpu import kernel_of
+        from inferlib.pallas_kernels.decode_call_tpu import Call
+
+        shapes: dict[str, Any] = {name: jax.ShapeDtypeStruct(*array) for name, array in self.arguments().items()}
+        arrays: list[Any] = [shapes.get(name) for name in ("k", "v", "k_scales", "v_scales")]
+        pages = None if self.pages is None else jnp.asarray(self.pages)
+        cache = KvCache(*arrays, layer=0, ring=self.slots is not None, pages=pages)
+        options = AttentionOptions(self.size**-0.5, self.window)
+        call = Call(shapes["q"].shape, cache, options, writes=self.writes, interpret=False)
+        scalars = call.scalars(kernel_of(call), jnp.array(self.lengths), None)
+        return dict(enumerate(map(np.asarray, jax.tree.leaves(scalars))))
 
 
 BATCH, LONG = (4096,) * 32, (131072,)
@@ -153,6 +159,14 @@ CASES = {
         (5000,) * 32, heads=8, window=1024, slots=1536, stored="int8", writes=True
     ),
     "F, tree of 4": DecodeAttention(BATCH, heads=8, queries=4, tree=True),
+    "300, written": DecodeAttention((300,) * 64, writes=True),
+    "300, page 128, written": DecodeAttention((300,) * 64, page=128, writes=True),
+    "1024, written": DecodeAttention((1024,) * 128, writes=True),
+    "1024, int8, written": DecodeAttention((1024,) * 128, stored="int8", writes=True),
+    "window 128, sinks, written": DecodeAttention(
+        (5000,) * 64, group=8, size=64, window=128, slots=256, sinks=True, writes=True
+    ),
+    "window 512, written": DecodeAttention((5000,) * 32, window=512, slots=768, writes=True),
     "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
     "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),
 }

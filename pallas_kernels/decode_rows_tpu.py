@@ -1,0 +1,255 @@
+"""Decode attention on TPUs over short rows: several rows in one straight line of code.
+
+A short row's chain of products, maximum, exponentials and sums takes hundreds of cycles, of which few are work. Here a
+grid step has the chains of some rows side by side, without a branch, and the compiler fills the gaps of one with the
+others. Copies are started without a branch too, one for each page of a row, as long as what is live of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, seldom, wide
+from inferlib.pallas_kernels.block_stream_tpu import Pages, span
+from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
+from inferlib.pallas_kernels.row_results_tpu import RowResults
+from inferlib.pallas_kernels.row_stream_tpu import RowStream
+
+# Chosen by `benchmarks/kernels.py` on v5e, v6e and v7x.
+POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
+TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
+PLACES = 4  # groups of rows on chip
+MOST_PAGES = 8  # of a row: the copies of each are started in line
+RESULTS = 2  # groups whose results are being copied to memory
+VMEM_BYTES = 14 << 20
+SUBLANES = 8
+
+
+def rows_kernel(call: Call) -> Kernel | None:
+    """The kernel of a call, or None if fewer than four rows fit a step."""
+    rows, queries, heads, group, _ = call.shape
+    cache = call.cache
+    tile = LANES if cache.scaled else tile_of(5, cache.k.dtype)
+    capacity = call.slots * (cache.columns or 1)
+    block = capacity if call.seen is None else span(call.seen, tile)
+    pages = Pages(call.slots, cache.columns, cache.ring, call.seen, tile, min(block, capacity + tile * cache.ring))
+    if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
+        return None
+    work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
+    for together in TOGETHER:
+        fits = together * work <= POSITIONS and together * _row_bytes(call, pages.block) <= VMEM_BYTES
+        if rows % together == 0 and fits:
+            scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
+            body = functools.partial(_kernel, call=call, pages=pages, together=together)
+            return Kernel(body, pages, scratch, together)
+    return None
+
+
+def _row_bytes(call: Call, block: int) -> int:
+    """On-chip memory of the copies and the results of a row."""
+    (_, queries, heads, group, size), cache = call.shape, call.cache
+    size, width = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
+    cells = call.arrays * cache.k.dtype.itemsize * size
+    need = block * cells + (2 * 4 * block if cache.scaled else 0) + 4 * size * (width + queries * call.arrays)
+    if call.writes:
+        tile = tile_of(5, cache.k.dtype)
+        need += tiles_of(queries, tile) * tile * cells + (2 * 4 * 2 * LANES if cache.scaled else 0)
+    return heads * (PLACES * need + RESULTS * 4 * width * (size + LANES))
+
+
+class _Scratch(NamedTuple):
+    """n = `PLACES` times the rows of a step. q, cache: the copies in each buffer. results: of `RESULTS` groups. counts,
+    owners, semaphores: see `RowStream`. The fields from `staged` on belong to a `CellWriter`."""
+
+    q: Any
+    cache: tuple
+    results: tuple
+    result_semaphores: Any
+    counts: Any
+    owners: Any
+    semaphores: Any
+    staged: tuple = ()
+    pending: Any = None
+    write_semaphores: Any = None
+
+
+def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pages, together: int) -> _Scratch:
+    _, queries, heads, group, size = call.shape
+    width, buffers = queries * group, PLACES * together
+    scratch = _Scratch(
+        q=pltpu.VMEM((buffers, *q.shape[1:]), q.dtype),
+        cache=tuple(pltpu.VMEM((buffers, heads, pages.block, *x.shape[4:]), x.dtype) for x in cache),
+        results=(
+            pltpu.VMEM((RESULTS, together * heads, width, size), q.dtype),
+            pltpu.VMEM((RESULTS, together * heads, LANES), jnp.float32),
+        ),
+        result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
+        counts=pltpu.SMEM((buffers,), jnp.int32),
+        owners=pltpu.SMEM((2, buffers), jnp.int32),
+        semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
+    )
+    if not call.writes:
+        return scratch
+    tiles = [tile_of(x.ndim, x.dtype) for x in cache]
+    return scratch._replace(
+        staged=tuple(
+            pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
+            for x, tile in zip(cache, tiles, strict=True)
+        ),
+        pending=pltpu.SMEM((buffers,), jnp.int32),
+        write_semaphores=pltpu.SemaphoreType.DMA((len(cache), buffers)),
+    )
+
+
+def _kernel(
+    scalars: Scalars,
+    inputs: Inputs,
+    outputs: Outputs,
+    scratch: _Scratch,
+    *,
+    call: Call,
+    pages: Pages,
+    together: int,
+):
+    """One group of rows."""
+    stream = RowStream(
+        pages,
+        together,
+        *scalars[:4],
+        inputs.q,
+        outputs.cache if call.writes else inputs.cache,  # the same memory
+        scratch.q,
+        scratch.cache,
+        scratch.counts,
+        scratch.owners,
+        scratch.semaphores,
+        in_tiles=call.interpret is True,
+    )
+    writer = _writer(call, scalars, stream, scratch)
+    results = RowResults((outputs.out, outputs.lse), scratch.results, scratch.result_semaphores)
+    group, heads = pl.program_id(0), call.shape[2]
+
+    @pl.when(group == 0)
+    def _():
+        stream.begin()
+        if call.writes:
+            writer.begin()
+
+    stream.wait(group)
+    first = stream.first_buffer(group)
+    buffers = [first + i for i in range(together)]
+    for act in (writer.wait, writer.put) if call.writes else ():
+        for buffer in buffers:
+            act(buffer)
+    results.make_room(group)
+    lengths = [stream.length(group * together + i) for i in range(together)]
+    rows = [_Row(call, pages, inputs, scratch, i, *at) for i, at in enumerate(zip(buffers, lengths, strict=True))]
+    each = [(row, head) for row in rows for head in range(heads)]
+    logits = [row.logits(head) for row, head in each]
+    tops = [row.top(head, s) for (row, head), s in zip(each, logits, strict=True)]
+    taken = [row.take(head, s, top) for (row, head), s, top in zip(each, logits, tops, strict=True)]
+    stream.start_next(group)
+    results.put(group, taken, [row.length == 0 for row, _ in each])
+    results.send(group)
+
+    def end():
+        if call.writes:
+            writer.end()
+        results.end(stream.groups)
+
+    seldom(group == stream.groups - 1, end)
+
+
+def _writer(call: Call, scalars: Scalars, stream: RowStream, scratch: _Scratch) -> CellWriter:
+    (_, queries, _, group, _), scaled = call.shape, call.cache.scaled
+    copies = scratch.staged, scratch.write_semaphores, scratch.pending
+    return CellWriter(stream, queries, queries * group, scaled, scalars.written, *copies)
+
+
+class _Row:
+    """A row in a buffer, the `number`-th of its group. Logits are in units of log 2, as exponentials have base 2."""
+
+    def __init__(
+        self, call: Call, pages: Pages, inputs: Inputs, scratch: _Scratch, number: int, buffer: jax.Array, length: Any
+    ):
+        self.call, self.pages, self.buffer, self.length = call, pages, buffer, length
+        self.q, self.cells = scratch.q, scratch.cache[: call.arrays]
+        self.scales, self.sinks = scratch.cache[call.arrays :], inputs.sinks
+        _, queries, _, group, _ = call.shape
+        self.width, self.exact = queries * group, lax.Precision.HIGHEST if self.q.dtype == jnp.float32 else None
+        self.start, first = pages.first(length), length - queries
+        query: Any = first
+        if queries > 1:
+            query = first + lax.div(lax.broadcasted_iota(jnp.int32, (self.width, 1), 0), group)
+        shape = (1 if queries == 1 else self.width, pages.block)
+        position = self.start + lax.broadcasted_iota(jnp.int32, shape, 1)
+        self.seen = position <= query
+        if (window := call.options.shared_window) is not None:
+            self.seen &= position > query - window
+        if inputs.mask is not None:
+            bits, new = wide(inputs.mask[number], pages.block), position - first
+            bit = lax.shift_right_logical(bits, jnp.clip(new, 0, MOST_MASKED - 1)) & 1
+            self.seen &= (new < 0) | (bit == 1)
+
+    def logits(self, head: int) -> jax.Array:
+        """[R, T], masked."""
+        softcap, scale = self.call.options.softcap, self.call.options.scale * LOG2E
+        q, keys = self.q[self.buffer, head, : self.width], self._operand(self.cells[0][self.buffer, head])
+        s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), self.exact, preferred_element_type=jnp.float32)
+        s = s * (scale if softcap is None else scale / (softcap * LOG2E))
+        s = self._scaled(s, 0, head)
+        return jnp.where(self.seen, s if softcap is None else softcap * LOG2E * jnp.tanh(s), MASKED)
+
+    def top(self, head: int, logits: jax.Array) -> jax.Array:
+        """The maximum of each query's logits [R, 128], lanes alike."""
+        top = jnp.max(logits, axis=1, keepdims=True)
+        return jnp.maximum(top, jnp.full((self.width, LANES), MASKED) if self.sinks is None else self.sinks[head])
+
+    def take(self, head: int, logits: jax.Array, top: jax.Array) -> tuple[jax.Array, ...]:
+        """Maximum, sum [R, 128] and accumulator [R, h]."""
+        p = jnp.exp2(logits - wide(top, self.pages.block))
+        total = jnp.broadcast_to(jnp.sum(folded(p), axis=1, keepdims=True), top.shape)
+        if self.sinks is not None:
+            total = total + jnp.exp2(self.sinks[head] - top)
+        if self.scales:
+            p = jnp.where(self.seen, self._scaled(p, 1, head), 0.0)
+        values = self.cells[-1][self.buffer, head]
+        if values.dtype != jnp.int8:  # which is never NaN
+            values = _zero_outside(values, self._first_seen, self.length - self.start)
+        product = functools.partial(jnp.dot, precision=self.exact, preferred_element_type=jnp.float32)
+        return top, total, product(p.astype(self.q.dtype), self._operand(values))
+
+    @property
+    def _first_seen(self) -> jax.Array | None:
+        """Where in the block the first position is that any query sees; None: it is the block's first."""
+        return None if self.call.seen is None else self.length - self.call.seen - self.start
+
+    def _scaled(self, x: jax.Array, n: int, head: int) -> jax.Array:
+        return x * self.scales[n][self.buffer, pl.ds(head, 1)] if self.scales else x
+
+    def _operand(self, x: jax.Array) -> jax.Array:
+        """The matrix unit takes fp8 beside bfloat16."""
+        return x if self.q.dtype == jnp.bfloat16 and x.dtype == jnp.float8_e4m3fn else x.astype(self.q.dtype)
+
+
+def _zero_outside(values: jax.Array, first: jax.Array | None, end: jax.Array) -> jax.Array:
+    """values [T, h] with zeros before position `first` and from `end` on, in words of 32 bits."""
+    words = pltpu.bitcast(values, jnp.int32)
+    packed = values.shape[0] // words.shape[0]
+    position, bits = packed * lax.broadcasted_iota(jnp.int32, words.shape, 0), 32 // packed
+    inside = jnp.zeros(words.shape, jnp.int32)
+    for n in range(packed):
+        field = ((1 << bits) - 1) << n * bits
+        field = jnp.int32(field - (1 << 32) if field >> 31 else field)
+        ok = position < end - n
+        inside |= jnp.where(ok if first is None else ok & (position >= first - n), field, 0)
+    return pltpu.bitcast(words & inside, values.dtype)
