@@ -29,6 +29,7 @@ POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
 PLACES = 4  # groups of rows on chip
 MOST_PAGES = 8  # of a row: the copies of each are started in line
+MOST_SEMAPHORES = 384  # of the 512 that a chip has room for
 RESULTS = 2  # groups whose results are being copied to memory
 VMEM_BYTES = 14 << 20
 SUBLANES = 8
@@ -45,9 +46,10 @@ def rows_kernel(call: Call) -> Kernel | None:
     if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
         return None
     work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
+    semaphores = PLACES * (1 + len(cache.arrays) * (2 if call.writes else 1))
     for together in TOGETHER:
-        fits = together * work <= POSITIONS and together * _row_bytes(call, pages.block) <= VMEM_BYTES
-        if rows % together == 0 and fits:
+        fits = together * work <= POSITIONS and together * semaphores <= MOST_SEMAPHORES
+        if rows % together == 0 and fits and together * _row_bytes(call, pages.block) <= VMEM_BYTES:
             scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
             body = functools.partial(_kernel, call=call, pages=pages, together=together)
             return Kernel(body, pages, scratch, together)
