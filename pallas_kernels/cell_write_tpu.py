@@ -29,6 +29,17 @@ def tiles_of(cells: int, tile: int) -> int:
     return (cells + tile - 2) // tile + 1
 
 
+def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int) -> dict[str, Any]:
+    """A `CellWriter`'s scratch, for a cache's arrays [L, N, K, S, ...] and `cells` new cells of a row."""
+    tiles = [tile_of(x.ndim, x.dtype) for x in cache]
+    staged = tuple(
+        pltpu.VMEM((buffers, tiles_of(cells, tile), x.shape[2], tile, *x.shape[4:]), x.dtype)
+        for x, tile in zip(cache, tiles, strict=True)
+    )
+    semaphores = pltpu.SemaphoreType.DMA((len(cache), buffers))
+    return {"staged": staged, "pending": pltpu.SMEM((buffers,), jnp.int32), "write_semaphores": semaphores}
+
+
 def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Quantise float32 rows [R, h] to int8 or fp8, as `inferlib.ops.quantized.quantize` does.
 

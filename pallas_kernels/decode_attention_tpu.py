@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of, zero_outside
-from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of, writer_scratch
 from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
 from inferlib.pallas_kernels.decode_rows_tpu import rows_kernel
 from inferlib.pallas_kernels.generations_tpu import generation, untaken
@@ -258,16 +258,7 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, blocks: Blocks, querie
     )
     if not writes:
         return scratch
-    tiles = [tile_of(x.ndim, x.dtype) for x in cache]
-    return scratch._replace(
-        staged=tuple(
-            pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
-            for x, tile in zip(cache, tiles, strict=True)
-        ),
-        owners=pltpu.SMEM((2, buffers), jnp.int32),
-        pending=pltpu.SMEM((buffers,), jnp.int32),
-        write_semaphores=pltpu.SemaphoreType.DMA((len(cache), buffers)),
-    )
+    return scratch._replace(owners=pltpu.SMEM((2, buffers), jnp.int32), **writer_scratch(cache, buffers, queries))
 
 
 def _kernel(

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import Pages, span
-from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of, writer_scratch
 from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
 from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.row_stream_tpu import RowStream
@@ -99,17 +99,7 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
         owners=pltpu.SMEM((2, buffers), jnp.int32),
         semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
     )
-    if not call.writes:
-        return scratch
-    tiles = [tile_of(x.ndim, x.dtype) for x in cache]
-    return scratch._replace(
-        staged=tuple(
-            pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
-            for x, tile in zip(cache, tiles, strict=True)
-        ),
-        pending=pltpu.SMEM((buffers,), jnp.int32),
-        write_semaphores=pltpu.SemaphoreType.DMA((len(cache), buffers)),
-    )
+    return scratch._replace(**writer_scratch(cache, buffers, queries)) if call.writes else scratch
 
 
 def _kernel(
