@@ -36,6 +36,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
     Matrices are N(0, 0.16): attention is sharp and logits have a standard deviation above 1, yet rounding
     is not blown up. Norm weights and biases are N(0, 0.2) around their neutral value.
     """
+    torch.manual_seed(seed)  # of what transformers draws itself, a step's bias for one: no test's order changes it
     model = _auto(config := _config(family, overrides)).from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
