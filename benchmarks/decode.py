@@ -4,6 +4,7 @@
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
     python benchmarks/decode.py --config llama3-8b --batch 1,16,64 --quantization fp8_a8 --prefill 32x2000
     python benchmarks/decode.py --config llama3-8b --batch 8 --cache 32768 --attention-pages quest:16
+    python benchmarks/decode.py --config llama3-8b --batch 8 --cache 32768 --cache-policy keydiff:2048 --steps 512
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full except
 for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts. "host
@@ -12,8 +13,9 @@ medians, since pauses of Python's garbage collector fall on either by chance. Th
 must read (weights once, each live key and value once, and the experts that are chosen if all are equally likely) over
 the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on a GPU with a static cache and
 torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the floor has what is read of
-the cache, and the summaries. --prefill NxL also times N prompts of L tokens, from the
-first's start to the last's first token.
+the cache, and the summaries. With --cache-policy rows begin with as many tokens as they keep, a median is of as many
+steps as lie between two compactions, these included, and the floor has the cells that rows have on average. --prefill
+NxL also times N prompts of L tokens, from the first's start to the last's first token.
 """
 
 from __future__ import annotations
@@ -87,8 +89,9 @@ def step_bytes(model: AbstractModel, batch: int, length: int, selection: PageSel
     return total
 
 
-def occupy(engine: Engine, length: int) -> None:
-    """Fill every row as if it had decoded up to `length` tokens, with random keys and values."""
+def occupy(engine: Engine, length: int, room: int) -> None:
+    """Fill every row as if it had decoded up to `length` tokens, with random keys and values, and had `room` more to
+    generate."""
     keys = jax.random.split(jax.random.key(1), len(engine.cache))
     fill = cache(lambda sharding: jax.jit(_noise, static_argnums=(1, 2), out_shardings=sharding))
     arrays = []
@@ -96,7 +99,7 @@ def occupy(engine: Engine, length: int) -> None:
         x.delete()  # there is no room for both; jit would not donate what it does not read
         arrays.append(fill(x.sharding)(key, x.shape, x.dtype))
     engine.cache = tuple(arrays)
-    rows, room = engine.config.max_batch, engine.config.max_len - length
+    rows, bounded = engine.config.max_batch, engine.scheduler.bounded
     tokens = np.random.default_rng(0).integers(
         0, engine.model.config.vocab, rows
     )  # different tokens choose different experts
@@ -111,6 +114,9 @@ def occupy(engine: Engine, length: int) -> None:
     for row in range(rows):
         s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
         s.tokens.append(int(tokens[row]))
+        if bounded is not None:
+            s.bound = bounded.policy.most
+            bounded.decode(s)
         engine.scheduler.running[row] = s
 
 
@@ -124,32 +130,23 @@ def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Q
     return replace(quantization, unquantized=tuple(sorted(others)))
 
 
-def engine_config(
-    model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto", pages: str | None = None
-) -> EngineConfig:
+def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, **options: Any) -> EngineConfig:
     """The engine's defaults on the devices of this machine, without prefix caching: `occupy`'s rows have no prompt.
-    pages: the option `attention_pages`."""
-    options = EngineOptions(max_batch=batch, max_len=cache, backend=backend, attention_pages=pages)
-    config = options.resolve(DeviceKind.of(jax.devices()[0]), shards, model)
+    options: of `EngineOptions`."""
+    resolved = EngineOptions(max_batch=batch, max_len=cache, **options)
+    config = resolved.resolve(DeviceKind.of(jax.devices()[0]), shards, model)
     config.check_model(model)
     return replace(config, prefix_caching=False)
 
 
-def measure(
-    model: AbstractModel,
-    weights,
-    batch: int,
-    cache: int,
-    steps: int,
-    shards: Shards,
-    backend: str = "auto",
-    pages: str | None = None,
-) -> dict:
-    """Median ms per step of the engine's own loop, and the host's share. pages: see `engine_config`."""
-    config = engine_config(model.config, batch, cache, shards, backend, pages)
-    engine = Engine(model, weights, config)
-    occupy(engine, cache - steps - 1)
-    block, times, hosts, enqueues = max(8, config.decode_steps), [], [], []
+def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards, **options: Any) -> dict:
+    """Median ms per step of the engine's own loop, and the host's share. options: see `engine_config`."""
+    config = engine_config(model.config, batch, cache, shards, **options)
+    engine, policy = Engine(model, weights, config), config.compacted
+    length = cache - steps - 1 if policy is None else policy.budget
+    occupy(engine, length, steps + 1)
+    block, times, hosts, enqueues = max(8, config.decode_steps, policy.interval if policy else 0), [], [], []
+    mean = cache - steps // 2 if policy is None else policy.budget + policy.interval // 2
     engine.advance()
     engine.advance()
     while engine.busy:
@@ -168,15 +165,15 @@ def measure(
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
-        "gb_per_second": step_bytes(model, batch, cache - steps // 2, config.attention_pages) / step / 1e9,
+        "gb_per_second": step_bytes(model, batch, mean, config.attention_pages) / step / 1e9,
         "host_us": statistics.median(hosts) * 1e6,
         "enqueue_us": statistics.median(enqueues) * 1e6,
     }
 
 
-def prefill_rate(model: AbstractModel, weights, prompts: int, length: int, backend: str = "auto") -> float:
+def prefill_rate(model: AbstractModel, weights, prompts: int, length: int, backend: str) -> float:
     """Prompt tokens per second of an engine with a row for each prompt, which has compiled its programs."""
-    engine = Engine(model, weights, engine_config(model.config, prompts, length + 8, Shards(), backend))
+    engine = Engine(model, weights, engine_config(model.config, prompts, length + 8, Shards(), backend=backend))
     rng, params = np.random.default_rng(2), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = []
     for _ in range(3):  # the first compiles
@@ -259,6 +256,7 @@ def arguments() -> argparse.Namespace:
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
     )
     parser.add_argument("--attention-pages", help="what a step reads of a row, such as quest:16; default: all")
+    parser.add_argument("--cache-policy", help="what a row keeps, such as keydiff:2048; default: all")
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--prefill", metavar="NxL", help="also time N prompts of L tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
@@ -287,14 +285,15 @@ def main() -> None:
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
+    reads = {"attention_pages": args.attention_pages, "cache_policy": args.cache_policy}
+    how: dict[str, Any] = {"backend": args.backend, **reads}
     with user_errors(args.parser):
-        run = engine_config(config, args.batches[0], args.cache, Shards(), args.backend, args.attention_pages)
+        run = engine_config(config, args.batches[0], args.cache, Shards(), **how)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     with user_errors(args.parser), explained("making the weights", ProgramSet.make(model, run).demand):
         weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
     copy = large_copies()
-    how = Shards(), args.backend, args.attention_pages
-    rows = [measure(model, weights, b, args.cache, args.steps, *how) for b in args.batches]
+    rows = [measure(model, weights, b, args.cache, args.steps, Shards(), **how) for b in args.batches]
     for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
         if args.peer:
@@ -303,12 +302,11 @@ def main() -> None:
     prefill = prefill_rate(model, weights, *args.prefill, args.backend) if args.prefill else None
     if args.json:
         for row in rows:
-            pages = {"attention_pages": args.attention_pages}
-            print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **pages, **row}))
+            print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **reads, **row}))
         if prefill:
             print(json.dumps({"model": args.name, "device": device, "prefill_tokens_per_second": prefill}))
     else:
-        stored = f"{args.quantization or dtype}{f', {args.attention_pages}' if args.attention_pages else ''}"
+        stored = ", ".join(filter(None, (args.quantization or dtype, *reads.values())))
         show(f"{args.name}, {stored}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
         if prefill:
             print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens: {prefill:,.0f} tokens/s")

@@ -81,7 +81,7 @@ def measure(model: AbstractModel, weights: Sequence[Any], config: Any, tokens: i
     engine = Engine(model, weights, config)
     if config.speculation is not None:
         engine.scheduler.profit = Always(config.speculation, config.platform)
-    occupy(engine, config.max_len - tokens - 1)
+    occupy(engine, config.max_len - tokens - 1, tokens + 1)
     for _ in range(_FIRST):  # compiles
         engine.advance()
     engine.stats, start = EngineStats(), time.perf_counter()
@@ -108,7 +108,7 @@ def main() -> None:
     batches, counts = ([int(n) for n in text.split(",")] for text in (args.batch, args.tokens))
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     shape = config_from_hf(configs.load(args.config))
-    first = engine_config(shape, batches[0], args.cache, Shards(), args.backend)
+    first = engine_config(shape, batches[0], args.cache, Shards(), backend=args.backend)
     model = abstract_model(shape, dtype, backend=first.backend, scan=first.scan)
     least = max(fewest(first, count - 1) for count in counts)
     if not least <= args.generate < args.cache - 1:
@@ -119,7 +119,7 @@ def main() -> None:
     )
     table = Table("batch", "C", "step (ms)", "of one", "tokens a step", "tokens/s", "gain", title=title)
     for batch in batches:
-        config, base = engine_config(shape, batch, args.cache, Shards(), args.backend), None
+        config, base = engine_config(shape, batch, args.cache, Shards(), backend=args.backend), None
         for count in counts:
             speculation = Speculation(Guesses(args.acceptance), tokens=count - 1) if count > 1 else None
             step, each, rate = measure(model, weights, replace(config, speculation=speculation), args.generate)
