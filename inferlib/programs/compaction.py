@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import einops
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,11 +42,19 @@ class Keys(NamedTuple):
 
 class Compaction(NamedTuple):
     """policy: what stays. keys: of each block of layers that owns a cache. queries: the logical axes of each array of
-    the newest queries, one for each of `keys` if the policy needs them."""
+    the newest queries, one for each of `keys` if the policy needs them. together: how many rows are compacted at once,
+    a divisor of the entries of a call."""
 
     policy: CachePolicy
     keys: tuple[Keys, ...]
     queries: Names = ()
+    together: int = 1
+
+    @staticmethod
+    def rows_together(platform: str, entries: int) -> int:
+        """All entries of a call on a GPU, which takes 1 ms and more to start the kernels of one compaction, several for
+        each layer; elsewhere one, so that nothing is read but rows that are due."""
+        return entries if platform == "gpu" else 1
 
 
 def compact_rows(
@@ -63,9 +72,12 @@ def compact_rows(
     """
 
     def local(arrays: tuple[Arrays, RowState], queries: Arrays, entries: jax.Array) -> tuple[Arrays, RowState]:
-        count = jnp.sum(entries[:, 0] < arrays[1].token.size)  # the others are padding, behind them
         rows = _Rows(how, names, queries, lambda scores: _mean(scores, shards))
-        return lax.fori_loop(0, count, lambda i, arrays: rows.compacted(arrays, entries[i]), arrays)
+        if how.together == len(entries):
+            return rows.compacted(arrays, entries)
+        count = jnp.sum(entries[:, 0] < arrays[1].token.size)  # the others are padding, behind them
+        groups = entries.reshape(-1, how.together, entries.shape[1])
+        return lax.fori_loop(0, -(-count // how.together), lambda i, x: rows.compacted(x, groups[i]), arrays)
 
     if shards.rules is None:
         return local(arrays, queries, entries)
@@ -83,7 +95,7 @@ def _mean(scores: jax.Array, shards: Shards) -> jax.Array:
 
 
 class _Rows(NamedTuple):
-    """What compacts one row after the other. queries: of all rows, one array for each block if the policy needs them.
+    """What compacts G rows at once. queries: of all rows, one array for each block if the policy needs them.
     over_heads: see `inferlib.ops.cache_policy.Cells`."""
 
     how: Compaction
@@ -91,13 +103,13 @@ class _Rows(NamedTuple):
     queries: Arrays
     over_heads: Callable[[jax.Array], jax.Array]
 
-    def compacted(self, arrays: tuple[Arrays, RowState], entry: jax.Array) -> tuple[Arrays, RowState]:
-        """The arrays and the state after one row was compacted."""
-        (cache, state), policy, (row, cells) = arrays, self.how.policy, entry
+    def compacted(self, arrays: tuple[Arrays, RowState], entries: jax.Array) -> tuple[Arrays, RowState]:
+        """The arrays and the state after the rows of `entries` [G, 2] were compacted, but for padding."""
+        (cache, state), policy, (row, cells) = arrays, self.how.policy, entries.T
         assert state.dropped is not None
-        length, pages = state.length[row], state.pages[row]
-        due = (cells > 0) | (state.active[row] & (length >= policy.most))
-        count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, state.length.size)
+        length, pages, rows = state.length[row], state.pages[row], state.length.size
+        due = (row < rows) & ((cells > 0) | (state.active[row] & (length >= policy.most)))
+        count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, rows)
         rest, new = zip(cache, self.names, strict=True), []
         for number, keys in enumerate(self.how.keys):
             block = [_Paged.of(*next(rest), pages) for _ in range(keys.arrays + policy.counts_mass)]
@@ -110,28 +122,31 @@ class _Rows(NamedTuple):
         return tuple(new), state
 
     def retained(self, number: int, block: list[_Paged], place: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """The positions [L, K, C] that stay of a block's cells. place: the row, how many cells it has, and the position
-        of the newest one."""
-        policy, of, (row, count, position) = self.how.policy, self.how.keys[number], place
-        keys = block[0].cells[..., : of.size]
-        if not policy.queries:
-            mass = block[-1].cells[..., 0] if policy.counts_mass else None
-            return retained_positions(keys, count, policy, mass)
-        queries = self.queries[number]
-        of_row = jnp.take(queries, row, axis=queries.ndim - 4).reshape(-1, *queries.shape[-3:])
-        there = jnp.arange(keys.shape[2]) < count
+        """The positions [G, L, K, C] that stay of a block's cells. place: each row, how many cells it has, and the
+        position of the newest one, all [G]."""
+        policy, of = self.how.policy, self.how.keys[number]
+        mass = block[-1].cells[..., 0] if policy.counts_mass else None
 
-        def of_layer(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
-            keys = jnp.where(there[:, None], layer[0], 0)
-            weights = recent_weights(layer[1], keys, count, position, of.options)
-            return retained_positions(keys, count, policy, weights=weights, over_heads=self.over_heads)
+        def of_row(keys: jax.Array, mass: jax.Array | None, row: jax.Array, count: jax.Array, position: jax.Array):
+            if not policy.queries:
+                return retained_positions(keys, count, policy, mass)
+            queries = self.queries[number]
+            recent = jnp.take(queries, row, axis=queries.ndim - 4).reshape(-1, *queries.shape[-3:])
+            there = jnp.arange(keys.shape[2]) < count
 
-        return lax.map(of_layer, (keys, of_row))  # one after the other, as weights are large
+            def of_layer(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
+                keys = jnp.where(there[:, None], layer[0], 0)
+                weights = recent_weights(layer[1], keys, count, position, of.options)
+                return retained_positions(keys, count, policy, weights=weights, over_heads=self.over_heads)
+
+            return lax.map(of_layer, (keys, recent))  # one after the other, as weights are large
+
+        return jax.vmap(of_row)(block[0].cells[..., : of.size], mass, *place)
 
 
 class _Paged(NamedTuple):
-    """One row's part of an array of pages. flat [L * N, K, S, h]: the array, or one of one layer, with h 1 if it has
-    none. places [L, M]: of the row's pages in it. cells [L, K, M * S, h]."""
+    """Some rows' part of an array of pages. flat [L * N, K, S, h]: the array, or one of one layer, with h 1 if it has
+    none. places [G, L, M]: of the rows' pages in it. cells [G, L, K, M * S, h]."""
 
     array: jax.Array
     flat: jax.Array
@@ -140,20 +155,22 @@ class _Paged(NamedTuple):
 
     @staticmethod
     def of(array: jax.Array, names: tuple[str | None, ...], pages: jax.Array) -> _Paged:
-        """The layers are merged with the pages: a TPU's compiler would copy stacked ones as a whole."""
+        """pages [G, M]. The layers are merged with the pages: a TPU's compiler would copy stacked ones as a whole."""
         dim = names.index(axes.PAGES)
         total, each = math.prod(array.shape[: dim + 1]), array.shape[dim]
         flat = array.reshape(total, *array.shape[dim + 1 : dim + 3], -1 if array.ndim > dim + 3 else 1)
-        places = jnp.arange(0, total, each, dtype=jnp.int32)[:, None] + jnp.clip(pages, 0, each - 1)
-        cells = jnp.moveaxis(flat[places], 1, 2)
-        return _Paged(array, flat, places, cells.reshape(*cells.shape[:2], -1, cells.shape[-1]))
+        layers = jnp.arange(0, total, each, dtype=jnp.int32)[:, None]
+        places = layers + jnp.clip(pages, 0, each - 1)[:, None]
+        cells = einops.rearrange(flat[places], "g l m k s h -> g l k (m s) h")
+        return _Paged(array, flat, places, cells)
 
     def with_retained(self, retained: jax.Array, due: jax.Array) -> jax.Array:
-        """The array with the cells at the positions `retained` [L, K, C] as the row's first ones, if that is due."""
-        slots, (layers, heads, budget) = self.flat.shape[-2], retained.shape
+        """The array with the cells at the positions `retained` [G, L, K, C] as the first ones of rows that are due
+        [G]."""
+        slots, budget = self.flat.shape[-2], retained.shape[-1]
         count = -(-budget // slots)  # pages that are written, as a whole
-        first = jnp.take_along_axis(self.cells, retained[..., None], axis=2)
-        cells = jnp.concatenate([first, self.cells[:, :, budget : count * slots]], axis=2)
-        cells = jnp.moveaxis(cells.reshape(layers, heads, count, slots, -1), 2, 1)
-        written = jnp.where(due, self.places[:, :count], self.flat.shape[0])
+        first = jnp.take_along_axis(self.cells, retained[..., None], axis=3)
+        cells = jnp.concatenate([first, self.cells[..., budget : count * slots, :]], axis=3)
+        cells = einops.rearrange(cells, "g l k (m s) h -> g l m k s h", s=slots)
+        written = jnp.where(due[:, None, None], self.places[..., :count], self.flat.shape[0])
         return self.flat.at[written].set(cells, mode="drop").reshape(self.array.shape)

@@ -369,11 +369,12 @@ class ProgramSet:
         owners = ((block.owned, mixer) for block, mixer in pairs if block.owned and isinstance(mixer, AttentionSpec))
         beside = policy.counts_mass + (policy.queries > 0)
         keys = tuple(Keys.of(mixer, len(arrays) - beside) for arrays, mixer in owners)
-        how, place = Compaction(policy, keys, of_queries), None
+        entries, place = self._changes(Compact), None
+        together = Compaction.rows_together(self.config.platform, entries.shape[0] // shards.replicas)
+        how = Compaction(policy, keys, of_queries, together)
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
-        static, entries = (shards, names, how), self._changes(Compact)
-        return prepared(compact_rows, static, (taken, self.state), queries, entries, place=place)
+        return prepared(compact_rows, (shards, names, how), (taken, self.state), queries, entries, place=place)
 
     @cached_property
     def _save_rows(self) -> Callable:
