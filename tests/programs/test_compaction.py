@@ -24,7 +24,7 @@ LENGTH = (14, 14, 16, 13, 15, 14)  # row 0 does not decode, and row 3 is not far
 def random_state() -> RowState:
     """Rows with pages in random order; the last row has what is due, but nobody asks for it."""
     pages = np.random.default_rng(0).permutation(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-    state = RowState(**{name: None for name in RowState._fields})
+    state = RowState(**dict.fromkeys(RowState._fields))
     active = jnp.arange(ROWS) > 0
     return state._replace(
         token=jnp.zeros(ROWS, jnp.int32),
@@ -40,7 +40,7 @@ def cells_of(array: np.ndarray, state: RowState, row: int) -> np.ndarray:
     return np.moveaxis(array[:, np.asarray(state.pages)[row]], 1, 2).reshape(LAYERS, HEADS, -1, SIZE)
 
 
-@pytest.mark.parametrize("together", (1, 2, 8))
+@pytest.mark.parametrize("together", [1, 2, 8])
 def test_due_rows_alone_are_compacted(together):
     state = random_state()
     shape = LAYERS, ROWS * COLUMNS, HEADS, SLOTS, SIZE
@@ -65,6 +65,6 @@ def test_due_rows_alone_are_compacted(together):
             np.testing.assert_array_equal(y[:, :, : POLICY.budget], expected)
 
 
-@pytest.mark.parametrize(("platform", "together"), (("gpu", 8), ("tpu", 1), ("cpu", 1)))
+@pytest.mark.parametrize(("platform", "together"), [("gpu", 8), ("tpu", 1), ("cpu", 1)])
 def test_how_many_rows_are_compacted_at_once(platform, together):
     assert Compaction.rows_together(platform, 8) == together
