@@ -89,6 +89,8 @@ def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, jax.stages.Compi
 
     Raises ExecutableError for other bytes. The runtime's errors of too little memory are not changed.
     """
+    if devices[0].platform == "cpu":
+        _prepare_lapack()
     try:
         parts = _Known(io.BytesIO(data)).load()
         return {name: _program(part, devices) for name, part in parts.items()}
@@ -98,6 +100,13 @@ def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, jax.stages.Compi
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise ExecutableError(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _prepare_lapack() -> None:
+    """Let JAX look up the functions of LAPACK, as it does when it lowers one. Programs for CPUs call those of linear
+    attention, and a process that only loads programs would call null pointers."""
+    x = jax.ShapeDtypeStruct((1, 1), np.float32)
+    jax.jit(jax.lax.linalg.triangular_solve).trace(x, x).lower(lowering_platforms=("cpu",))
 
 
 def _program(part: tuple[bytes, Any, Any], devices: Sequence[Device]) -> jax.stages.Compiled:

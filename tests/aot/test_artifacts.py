@@ -108,6 +108,26 @@ print(tokens, compilations(), llm.stats.program_misses, llm.stats.compilations)
     assert done.stdout.split("\n")[0] == f"{[o.outputs[0].token_ids for o in outputs]} 0 0 0"
 
 
+def test_another_process_runs_linear_attention(checkpoint, tmp_path):
+    """Its triangular solve is of a library whose functions JAX looks up when it compiles one."""
+    model, folder = checkpoint("qwen3_5_text"), tmp_path / "artifacts"
+    result = compile_into(folder, model, "--modes", "greedy", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    script = """
+import sys
+from inferlib import LLM, SamplingParams
+from inferlib.programs.counter import compilations
+
+llm = LLM(sys.argv[1], artifacts=sys.argv[2], progress=False)
+(output,) = llm.generate([list(range(5, 40))], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+print(output.outputs[0].token_ids, compilations(), llm.stats.program_misses)
+"""
+    done = subprocess.run([sys.executable, "-c", script, model, folder], capture_output=True, text=True, timeout=120)
+    llm = LLM(model, dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    (output,) = llm.generate([list(range(5, 40))], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    assert (done.returncode, done.stdout) == (0, f"{output.outputs[0].token_ids} 0 0\n"), done.stderr
+
+
 def test_the_manifest_says_what_was_compiled(folder):
     stored = Artifacts.open(folder)
     assert stored.deployment.max_len == 64
