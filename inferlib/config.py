@@ -407,8 +407,8 @@ class EngineConfig:
     as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
     take its pages (see `CachePlan.no_prefix_caching`). snapshots: of rings and states, on each replica, from which such
     prompts go on; None: as many as rows, or as memory allows.
-    host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
-    `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
+    host_cache: bytes of host memory for pages and snapshots that are evicted; disk_cache: a folder for them, with files
+    of at most `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     speculation: what drafts tokens that decode steps verify; None: nothing does.
     attention_pages: which pages of a row decode steps read; None: all.
@@ -735,9 +735,9 @@ class EngineOptions:
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
-    host_cache: memory of the host for pages that the devices have no room for: bytes, or a text such as "16GiB". They
-        come back where that is faster than to compute them.
-    disk_cache: a folder for such pages, which later processes with the same model find there; it is new, empty or one
+    host_cache: memory of the host for pages and snapshots that the devices have no room for: bytes, or a text such as
+        "16GiB". They come back where that is faster than to compute their tokens.
+    disk_cache: a folder for them, which later processes with the same model find there; it is new, empty or one
         that was used so before. disk_cache_size: of its files; by default half of what is free on the disk.
     prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest.
     snapshots: models that keep more of a row than pages (recurrent layers, windows) go on from snapshots of that, so

@@ -20,7 +20,9 @@ from inferlib.aot.child import Answer, serve
 from inferlib.aot.compile import CompileError
 from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
+from inferlib.cache.plan import CachePlan
 from inferlib.draft_files import open_draft
+from inferlib.engine.places import PlaceTransfer
 from inferlib.inspection.collective_prices import CollectivePrices
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.inspection.overlap import overlaps
@@ -141,10 +143,19 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
         programs.plan.allocate_snapshots(programs.config.shards)
         programs.allocate_state()
         programs.prepare_changes()
-        if not any(programs.plan.of_rows):  # who runs them decides about tiers of the cache
-            PageTransfer(programs.plan, programs.config.shards).prepare()
+        _compile_tiers(programs.plan, programs.config.shards)
     path.write_bytes(serialized(functions))
     return {}
+
+
+def _compile_tiers(plan: CachePlan, shards: Shards) -> None:
+    """Who runs the programs decides about tiers of the cache, which may be needed."""
+    if all(plan.of_rows) or (any(plan.of_rows) and not plan.snapshots):
+        return
+    pages = PageTransfer(plan, shards)
+    pages.prepare()
+    if plan.snapshots:
+        PlaceTransfer(plan, shards, pages).prepare()
 
 
 def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[str, Any]]:

@@ -47,14 +47,13 @@ class Form(NamedTuple):
 class DiskTier:
     """The pages of one model in a folder, which other models and other processes may use too. Any thread may call it.
 
-    model: what tells the model, its weights and the form of its pages from others, `MODEL_BYTES` long. forms: of a
-    page's arrays. most: bytes of all files in the folder, whose least recently used leave first; None: half of what the
-    disk has for them.
+    model: what tells the model, its weights and the form of its pages from others, `MODEL_BYTES` long. most: bytes of
+    all files in the folder, whose least recently used leave first; None: half of what the disk has for them.
     """
 
-    def __init__(self, folder: Path, model: bytes, forms: tuple[Form, ...], most: int | None = None):
+    def __init__(self, folder: Path, model: bytes, most: int | None = None):
         prepare_folder(folder)
-        self.folder, self.model, self.forms = folder, model, forms
+        self.folder, self.model = folder, model
         self.evictions = 0
         self._lock, self._numbers = threading.Lock(), itertools.count()
         (folder / model.hex()).mkdir(exist_ok=True)
@@ -75,8 +74,9 @@ class DiskTier:
         """Bytes of all files."""
         return self._bytes
 
-    def read(self, key: bytes) -> Page | None:
-        """A page, if its file is there and whole, which this counts as a use of it. Another file goes away."""
+    def read(self, key: bytes, forms: tuple[Form, ...]) -> Page | None:
+        """A page of arrays of these forms, if its file is there and whole, which this counts as a use of it. Another
+        file goes away."""
         name = self._name(key)
         path = self.folder / name
         try:
@@ -88,7 +88,7 @@ class DiskTier:
         with self._lock:
             if name in self._files:
                 self._files.move_to_end(name)
-        if (page := self._page(key, data)) is None:
+        if (page := self._page(key, data, forms)) is None:
             self._forget(name)
             with suppress(OSError):
                 path.unlink()
@@ -147,7 +147,7 @@ class DiskTier:
             with suppress(OSError):
                 (self.folder / name).unlink()
 
-    def _page(self, key: bytes, data: bytes) -> Page | None:
+    def _page(self, key: bytes, data: bytes, forms: tuple[Form, ...]) -> Page | None:
         """The page in a file; None if it is another, or damaged."""
         if len(data) < _HEAD.size:
             return None
@@ -155,10 +155,10 @@ class DiskTier:
         if (magic, model, of_key) != (_MAGIC, self.model, key):
             return None
         body = memoryview(data)[_HEAD.size :]
-        if len(body) != size or size != sum(_bytes_of(form) for form in self.forms) or _digest(body) != digest:
+        if len(body) != size or size != sum(map(_bytes_of, forms)) or _digest(body) != digest:
             return None
         arrays, first = [], 0
-        for form in self.forms:
+        for form in forms:
             flat = np.frombuffer(body[first : first + _bytes_of(form)], np.uint8)
             arrays.append(flat.view(form.dtype).reshape(form.shape))
             first += _bytes_of(form)

@@ -36,6 +36,12 @@ def page_keys(key: Hashable, tokens: bytes, page: int) -> Iterator[bytes]:
         yield before
 
 
+def place_key(before: bytes, tokens: bytes) -> bytes:
+    """The key of a place in a page, behind these of its tokens, encoded. before: the key of the page before it, or of
+    the root."""
+    return hashlib.blake2b(before + tokens, digest_size=KEY_BYTES, person=b"inferlib place").digest()
+
+
 def key_of(node: Node) -> bytes:
     """The key of a node with a whole page, which it remembers."""
     path = []
@@ -49,11 +55,15 @@ def key_of(node: Node) -> bytes:
     return path[0].digest if path else node.digest
 
 
+def nbytes_of(page: Page) -> int:
+    return sum(array.nbytes for array in page)
+
+
 class HostTier:
-    """At most `most` pages by their keys; the least recently used leave first. Any thread may call it."""
+    """Pages by their keys, of at most `most` bytes; the least recently used leave first. Any thread may call it."""
 
     def __init__(self, most: int):
-        self.most, self.evictions = most, 0
+        self.most, self.evictions, self.nbytes = most, 0, 0
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -73,12 +83,15 @@ class HostTier:
     def put(self, key: bytes, page: Page) -> list[tuple[bytes, Page]]:
         """Store a page. Returns those that left for it, or the page itself if there is room for none."""
         with self._lock:
-            self._pages[key] = page
-            self._pages.move_to_end(key)
-            left = [self._pages.popitem(last=False) for _ in range(len(self._pages) - self.most)]
+            self.nbytes += nbytes_of(page) - nbytes_of(self._pages.pop(key, ()))
+            self._pages[key], left = page, []
+            while self.nbytes > self.most:
+                left.append(self._pages.popitem(last=False))
+                self.nbytes -= nbytes_of(left[-1][1])
             self.evictions += len(left)
             return left
 
     def clear(self) -> None:
         with self._lock:
             self._pages.clear()
+            self.nbytes = 0

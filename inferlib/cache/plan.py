@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+T = TypeVar("T")
 # The dtype of scales. A smaller one would save nothing on a TPU: the few heads of a device fill only a part of a tile.
 _SCALES = np.dtype(np.float32)
 ONE_DEVICE = Shards()
@@ -276,6 +277,15 @@ class CachePlan:
         """For each of `arrays`: True for rings, states and queries, which have an entry per row in place of pages."""
         return tuple(of_one for block in self.every_block for of_one in block.of_rows)
 
+    def part(self, arrays: Sequence[T], *, of_rows: bool) -> tuple[T, ...]:
+        """Of one for each of `arrays`, those of rows, or those of pages."""
+        return tuple(x for x, of_one in zip(arrays, self.of_rows, strict=True) if of_one == of_rows)
+
+    def with_part(self, arrays: Sequence[T], part: Sequence[T], *, of_rows: bool) -> tuple[T, ...]:
+        """One for each of `arrays`, with others in place of those of rows, or of pages."""
+        rest = iter(part)
+        return tuple(next(rest) if x == of_rows else old for old, x in zip(arrays, self.of_rows, strict=True))
+
     def with_snapshots(self, pool: PoolSize, shards: Shards = ONE_DEVICE) -> CachePlan:
         """With as many snapshots as are asked for, if rows have rings or states that other rows could go on from; by
         default see `_SNAPSHOTS`."""
@@ -293,8 +303,7 @@ class CachePlan:
     @property
     def snapshot_arrays(self) -> tuple[CacheArray, ...]:
         """Like those of `arrays` that are `of_rows`, with snapshots in place of rows; none without snapshots."""
-        pairs = zip(self.arrays, self.of_rows, strict=True)
-        return tuple(array.of(self.snapshots) for array, of_rows in pairs if of_rows and self.snapshots)
+        return tuple(x.of(self.snapshots) for x in self.part(self.arrays, of_rows=True) if self.snapshots)
 
     @property
     def exact_snapshots(self) -> bool:

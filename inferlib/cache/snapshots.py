@@ -5,7 +5,7 @@ their slack)."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inferlib.cache.prefix_tree import Match, Node
@@ -34,11 +34,13 @@ class Snapshot:
 @dataclass(frozen=True)
 class Resumed(Match):
     """What of a match a sequence takes that goes on from a snapshot. whole: the match. awaited: what is worth waiting
-    for, as more of the match could be taken then."""
+    for, as more of the match could be taken then. serves: the first place where its rings serve others, once they are
+    those of the snapshot."""
 
     snapshot: Snapshot | None = None
     whole: Match = field(default_factory=Match)
-    awaited: Snapshot | None = None
+    awaited: Node | Snapshot | None = None
+    serves: int = 0
 
     @property
     def pending(self) -> Node | Snapshot | None:
@@ -52,12 +54,14 @@ class Snapshots:
     for so many tokens behind those that a window sees; a state, whose slack is 0, has none.
 
     A snapshot goes when all its pages have left the tree, or when another one needs its place and it is the one that
-    was not used for the longest time.
+    was not used for the longest time. leaving: called with a snapshot that goes, or that loses the page its tokens end
+    in, before that.
     """
 
     def __init__(self, count: int, page: int, unit: int, slack: int):
         self.count, self.page, self.unit, self.slack = count, page, unit, slack
         self.evictions = 0
+        self.leaving: Callable[[Snapshot], None] = lambda snapshot: None
         self._free = list(range(count))
         self._saved: OrderedDict[Snapshot, None] = OrderedDict()  # in the order of their last use
         self._of: dict[Node, list[Snapshot]] = {}
@@ -80,7 +84,8 @@ class Snapshots:
         part = None
         if rest:
             part = match.nodes[column] if column < len(match.nodes) else match.part
-        return Resumed(match.nodes[:column], part, behind, best, match, awaited if later > behind else None)
+        serves = 0 if best is None else best.first
+        return Resumed(match.nodes[:column], part, behind, best, match, awaited if later > behind else None, serves)
 
     def expect(self, end: int, least: int, match: Match) -> Snapshot:
         """The snapshot of a sequence that is about to reach `end`, the last unit of its tokens, for others to wait for
@@ -120,7 +125,10 @@ class Snapshots:
             if first <= other.first and other.last <= last:
                 self.drop(other)  # it does all that the other one did
         if not self._free:
-            self.drop(next(iter(self._saved)))
+            coldest = next(iter(self._saved))
+            if self._is_whole(coldest):
+                self.leaving(coldest)
+            self.drop(coldest)
             self.evictions += 1
         snapshot.number = self._free.pop()
         self._saved[snapshot] = None
@@ -145,6 +153,12 @@ class Snapshots:
             self._free.append(snapshot.number)
             snapshot.number = -1
 
+    def evicting(self, node: Node) -> None:
+        """A page is about to leave the tree for others."""
+        for snapshot in self._of.get(node, ()):
+            if not snapshot.pending and snapshot.nodes[-1] is node and self._is_whole(snapshot):
+                self.leaving(snapshot)
+
     def removed(self, node: Node) -> None:
         """A page has left the tree."""
         for snapshot in self._of.pop(node, ()):
@@ -162,10 +176,16 @@ class Snapshots:
         # Of a snapshot's pages, the last one counts.
         return list({snapshot: common for node, common in nodes for snapshot in self._of.get(node, ())}.items())
 
+    def _is_whole(self, snapshot: Snapshot) -> bool:
+        """Whether the tree has all pages that a snapshot goes with."""
+        return len(snapshot.nodes) == len(self._columns(snapshot))
+
+    def _columns(self, snapshot: Snapshot) -> range:
+        return range((snapshot.first - 1) // self.page, (snapshot.last - 1) // self.page + 1)
+
     def _attach(self, snapshot: Snapshot, match: Match) -> None:
         nodes: Sequence[Node] = match.nodes if match.part is None else (*match.nodes, match.part)
-        columns = range((snapshot.first - 1) // self.page, (snapshot.last - 1) // self.page + 1)
-        snapshot.nodes = [nodes[column] for column in columns]
+        snapshot.nodes = [nodes[column] for column in self._columns(snapshot)]
         for node in snapshot.nodes:
             self._of.setdefault(node, []).append(snapshot)
 

@@ -293,7 +293,7 @@ class Engine:
         if self.source is not None:
             for pages in self.scheduler.pages:
                 pages.evict(pages.cached)
-            self.source.save(self.cache)
+            self.source.save(self.cache, self.snapshots)
             self.source.settle()
             self.source.sleep()
         with explained("falling asleep", self.programs.demand):
@@ -405,7 +405,7 @@ class Engine:
             inputs.append(call.drafts)
         start = time.perf_counter()
         if self.source is not None:
-            self.source.save(self.cache)
+            self.source.save(self.cache, self.snapshots)
         if self.adapters is not None and self.adapters.waits:
             self.weights = self.adapters.write(self.weights)
             self.stats.adapter_loads, self.stats.adapter_evictions = self.adapters.loads, self.adapters.evictions

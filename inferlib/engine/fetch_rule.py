@@ -1,4 +1,4 @@
-"""Whether a page comes back from a tier sooner than its cells are computed, by what both took so far."""
+"""Whether pages come back from a tier sooner than their cells are computed, by what both took so far."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class Rate:
 
 
 class FetchRule:
-    """A page of `page` positions and `nbytes` bytes is fetched if that takes less time than to compute it.
+    """Pages are fetched if that takes less time than to compute them.
 
     computed: tokens of prompts a second, in the steps that computed some. link: bytes a second from the host to the
     devices. disk: bytes a second from files. What was not measured yet is taken to be fetched sooner. Of the decisions
     against the disk, one in sixteen is not followed, so that its measure does not stay what it was in a bad moment.
     """
 
-    def __init__(self, page: int, nbytes: int):
-        self.page, self.nbytes = page, nbytes
+    def __init__(self) -> None:
         self.computed, self.link, self.disk = Rate(), Rate(), Rate()
         self._against = 0
 
-    def choose(self) -> dict[SourceName, bool]:
-        """Which tiers to fetch a sequence's pages from."""
-        host, disk = self._faster(self.link), self._faster(self.link, self.disk)
+    def choose(self, tokens: int, nbytes: int) -> dict[SourceName, bool]:
+        """Which tiers to fetch so many bytes from, in place of computing so many tokens."""
+        host = self._faster(tokens, nbytes, self.link)
+        disk = self._faster(tokens, nbytes, self.link, self.disk)
         if host and not disk:
             self._against += 1
             disk = self._against % _TRIES == 0
         return {"host": host, "disk": disk}
 
-    def _faster(self, *ways: Rate) -> bool:
-        """True if a page goes these ways, one after the other, in less time than it is computed in."""
+    def _faster(self, tokens: int, nbytes: int, *ways: Rate) -> bool:
+        """True if bytes go these ways, one after the other, in less time than the tokens are computed in."""
         rate = self.computed.value
-        return rate is None or sum(self.nbytes / way.value for way in ways if way.value) < self.page / rate
+        return rate is None or sum(nbytes / way.value for way in ways if way.value) < tokens / rate

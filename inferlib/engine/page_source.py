@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from inferlib.cache.prefix_tree import Match, Node
+from inferlib.cache.snapshots import Snapshot
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.sequence import Sequence
 
@@ -30,6 +31,9 @@ class PageSource(ABC):
 
     def evict(self, first: int, node: Node) -> None:  # noqa: B027 (nothing is to be done in every source)
         """A page is about to be taken for others. first: the number of its replica's first page."""
+
+    def leave(self, first: int, number: int, snapshot: Snapshot) -> None:  # noqa: B027
+        """A snapshot is about to make room for others. first, number: of its replica's first page and snapshot."""
 
     @abstractmethod
     def _begin(self, s: Sequence, match: Match) -> Fetch:
@@ -70,8 +74,8 @@ class PageSource(ABC):
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Compile what is needed. The cache is donated; its pages stay as they are."""
 
-    def save(self, cache: tuple[jax.Array, ...]) -> None:  # noqa: B027
-        """Read the pages that were evicted, before anything else changes the cache."""
+    def save(self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...]) -> None:  # noqa: B027
+        """Read the pages that were evicted, and the snapshots, before anything else changes these arrays."""
 
     @abstractmethod
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from inferlib.cache.pages import PagePool
@@ -36,6 +36,7 @@ class ReplicaPages:
         self.tree = None if unit is None else PrefixTree(page, unit)
         if self.tree is not None and snapshots is not None:
             self.tree.on_removal = snapshots.removed
+        self.unsent: set[Node] = set()  # whose cells the dispatch that is planned writes
         self.hit_tokens = self.evictions = 0
         self._running: list[Sequence] = []
 
@@ -79,6 +80,8 @@ class ReplicaPages:
             return
         for _ in range(min(count, tree.idle)):
             self.evicting(tree.coldest)
+            if self.snapshots is not None:
+                self.snapshots.evicting(tree.coldest)
             self.pool.give_back([tree.evict()])
             self.evictions += 1
 
@@ -93,7 +96,7 @@ class ReplicaPages:
         source = -1 if copied is None else copied.page
         s.pages = [node.page for node in nodes] + self.take(-(-self.cells(s) // self.page) - len(nodes))
         s.nodes = list(nodes)
-        s.serves = match.snapshot.first if isinstance(match, Resumed) and match.snapshot else 0
+        s.serves = match.serves if isinstance(match, Resumed) else 0
         self.hit_tokens += match.tokens
         if self.tree is not None:
             self._insert(s, s.encoded, pending=True)
@@ -108,7 +111,9 @@ class ReplicaPages:
             node = s.nodes[column]
             if column * self.page + node.count > s.prefilled:
                 break
-            node.pending = False
+            if node.pending:
+                node.pending = False
+                self.unsent.add(node)
 
     def restores(self, s: Sequence, match: Match) -> list[Restore]:
         """What a sequence's row gets before it begins with a match."""
@@ -121,12 +126,11 @@ class ReplicaPages:
         exact = self.snapshots is not None and self.snapshots.slack == 0
         return min(end, s.snapshots[0].last) if exact and s.snapshots else end
 
-    def saves(self, s: Sequence) -> list[Save]:
-        """What is to be saved of a sequence's row behind the dispatch that is planned, which prefills it."""
-        saves = []
+    def saves(self, s: Sequence) -> Iterator[Save]:
+        """What is to be saved of a sequence's row behind the dispatch that is planned, which prefills it: one after the
+        other, as each may take the place of one before."""
         while s.snapshots and s.snapshots[0].last <= s.prefilled:
-            saves += self._saved(s, s.snapshots.pop(0), s.prefilled, s.encoded)
-        return saves
+            yield from self._saved(s, s.snapshots.pop(0), s.prefilled, s.encoded)
 
     def keep(self, s: Sequence, count: int) -> None:
         """Take the pages of a sequence but for the first `count`, which other sequences do not share."""
@@ -159,7 +163,7 @@ class ReplicaPages:
 
     def _resumed(self, match: Match, snapshots: Snapshots) -> Resumed:
         """How far a sequence can go on with a match, or could if it waits: the sequence that is about to compute the
-        cells where the match ends is to save a snapshot there."""
+        cells where the match ends is to save a snapshot there. If it fetched them, all pages are there soon."""
         resumed = snapshots.resume(match)
         if resumed.awaited is None and resumed.tokens < match.tokens and match.pending is not None:
             writer = next(s for s in self._running if match.pending in s.nodes)
@@ -167,6 +171,8 @@ class ReplicaPages:
                 awaited = snapshots.expect_at(match.tokens, match)
                 insort(writer.snapshots, awaited, key=lambda snapshot: snapshot.last)
                 return replace(resumed, awaited=awaited)
+            if match.nodes and match.nodes[-1].pending:
+                return replace(resumed, awaited=match.nodes[-1])
         return resumed
 
     def _parts(self, match: Match) -> int:

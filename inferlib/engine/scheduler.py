@@ -15,7 +15,7 @@ import numpy as np
 
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match
-from inferlib.cache.snapshots import Snapshots
+from inferlib.cache.snapshots import Snapshot, Snapshots
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.bounded import BoundedCache
@@ -137,6 +137,8 @@ class Scheduler:
         if source is not None:
             for replica, pages in enumerate(self.pages):
                 pages.evicting = partial(source.evict, replica * pages.pool.count)
+                if pages.snapshots is not None:
+                    pages.snapshots.leaving = partial(self._leave, source, replica)
         self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
@@ -233,6 +235,8 @@ class Scheduler:
 
     def _follow_last(self) -> None:
         """What is to be saved behind the last dispatch comes before all that follows it."""
+        for pages in self.pages:
+            pages.unsent.clear()
         if self._saves:
             self.changes.snapshots += self._saves
             self._saves = []
@@ -421,6 +425,16 @@ class Scheduler:
         s.status, s.ready = Status.WAITING, self._sent
         insort(self.waiting, s, key=_order)
 
+    def _leave(self, source: PageSource, replica: int, snapshot: Snapshot) -> None:
+        """A snapshot of a replica goes to the source, if it is saved by now, and the page that it ends in written."""
+        rows, pages = self.config.rows, self.pages[replica]
+        assert pages.snapshots is not None
+        queued = [x for x in (*self._saves, *self.changes.snapshots) if isinstance(x, Save)]
+        if any(x.number == snapshot.number and x.row // rows == replica for x in queued):
+            return
+        if not (snapshot.nodes[-1].pending or snapshot.nodes[-1] in pages.unsent):
+            source.leave(replica * pages.pool.count, replica * pages.snapshots.count, snapshot)
+
     def _compact(self) -> None:
         """Move the sequences that decode to low rows, if a smaller program then serves them."""
         rows, buckets = self.config.rows, self.config.row_buckets
@@ -510,7 +524,8 @@ class Scheduler:
                 if self.bounded is not None:
                     self.bounded.decode(s)
         for s in dict.fromkeys(chunk.sequence for chunk in chunks):
-            self._saves += self._pages_of(s).saves(s)
+            for save in self._pages_of(s).saves(s):
+                self._saves.append(save)  # at once, as the next one may make a snapshot leave
         for s in decoding:
             s.scheduled += 1
             s.least += 1

@@ -11,26 +11,28 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from inferlib.cache.disk_tier import DiskTier, check_folder
-from inferlib.cache.host_tier import HostTier, Page, key_of, page_keys
+from inferlib.cache.disk_tier import DiskTier, Form, check_folder
+from inferlib.cache.host_tier import HostTier, Page, key_of, nbytes_of, page_keys
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
+from inferlib.cache.snapshots import Resumed, Snapshot
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.fingerprint import fingerprint
 from inferlib.engine.page_source import PageSource
+from inferlib.engine.places import Leaving, PlaceTransfer, key_of_snapshot, places_of
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
@@ -38,6 +40,7 @@ from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 log = logging.getLogger(__name__)
 
 _MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then
+_MOST_LEAVING = 4  # snapshots likewise, which are far larger
 _WRITING_BYTES = 2 << 30  # of pages on their way to files
 _MOST_FETCHES = 8  # sequences whose pages are on their way from a tier
 _AHEAD = 4  # calls whose pages may be on their way to the devices
@@ -49,18 +52,24 @@ class Tiers(PageSource):
 
     What the devices have no room for goes to the host and to disk at the same time, and what comes from disk to the
     host too. models, weights: see `fingerprint`. dropped: pages that are in no tier, as the disk did not keep up.
+    places: of models whose rows are more than pages, see `inferlib.engine.places`.
     """
 
     def __init__(self, models: Items[AbstractModel], weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
         super().__init__(plan.page, ("host", "disk"))
+        self.plan, self.unit = plan, config.prefill_unit
         self.transfer, self.disk = PageTransfer(plan, config.shards), None
+        self.places = PlaceTransfer(plan, config.shards, self.transfer) if plan.snapshots else None
         if config.disk_cache is not None:
             of_model = fingerprint(models, weights, plan, self.transfer)
-            self.disk = DiskTier(config.disk_cache, of_model, self.transfer.forms, config.disk_cache_size)
-        self.host = HostTier(config.host_cache // self.transfer.nbytes) if config.host_cache else None
-        self.rule = FetchRule(plan.page, self.transfer.nbytes)
+            self.disk = DiskTier(config.disk_cache, of_model, config.disk_cache_size)
+        self.host = HostTier(config.host_cache) if config.host_cache else None
+        self.rule = FetchRule()
         self.dropped = 0
         self._evicted: dict[bytes, int] = {}  # pages to read before the next program, by key
+        self._leaving: dict[bytes, Leaving] = {}  # snapshots likewise
+        self._under_way: list[Future] = []  # of snapshots
+        self._rows: dict[int, Page] = {}  # what rows get before the next program
         self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
         self._writing: dict[bytes, Page] = {}
         self._reader, self._saver, self._writer = self._threads = tuple(
@@ -73,9 +82,17 @@ class Tiers(PageSource):
         """Save the page before it is taken."""
         if node.count < self.page:
             return
-        key = key_of(node)
-        if key not in self._saving and self._at_hand(key) is None and (self.host is not None or not self._on_disk(key)):
+        if not self._has(key := key_of(node)):
             self._evicted.setdefault(key, first + node.page)
+
+    def leave(self, first: int, number: int, snapshot: Snapshot) -> None:
+        if not self._has(key := key_of_snapshot(snapshot, self.page)):
+            page = first + snapshot.nodes[-1].page
+            self._leaving.setdefault(key, Leaving(page, number + snapshot.number, snapshot.first, snapshot.last))
+
+    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Any]]:
+        self._rows.pop(s.row, None)  # of a sequence that lost the row since
+        return self._resumed(s, match) if isinstance(match, Resumed) else super().take(s, match)
 
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
         if s.fetch is None and len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
@@ -83,7 +100,7 @@ class Tiers(PageSource):
         return super().awaited(s, match)
 
     def lose(self) -> None:
-        self._evicted = {}
+        self._evicted, self._leaving, self._rows = {}, {}, {}
         super().lose()
 
     # ---- for the engine
@@ -91,41 +108,42 @@ class Tiers(PageSource):
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Compile the programs and time the way to the devices."""
         self.transfer.prepare()
-        pages = list(range(min(CALL_PAGES, self.transfer.each)))
-        contents = self.transfer.cut(self.transfer.read(cache, pages), pages)
+        if self.places is not None:
+            self.places.prepare()
+        of_pages, pages = self.plan.part(cache, of_rows=False), list(range(min(CALL_PAGES, self.transfer.each)))
+        contents = self.transfer.cut(self.transfer.read(of_pages, pages), pages)
         best = float("inf")
         for _ in range(_TRIALS):
             start = time.perf_counter()
-            cache, blocks = self.transfer.write(cache, pages, contents)
+            of_pages, blocks = self.transfer.write(of_pages, pages, contents)
             jax.block_until_ready(blocks)
             best = min(best, time.perf_counter() - start)
         self.rule.link.add(len(pages) * self.transfer.nbytes, best)
-        return cache
+        return self.plan.with_part(cache, of_pages, of_rows=False)
 
-    def save(self, cache: tuple[jax.Array, ...]) -> None:
-        """It waits if too many pages are on their way to the host."""
+    def save(self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...]) -> None:
+        """It waits if too many pages or snapshots are on their way to the host."""
+        self._save_places(cache, snapshots)
         evicted, self._evicted = self._evicted, {}
+        cache = self.plan.part(cache, of_rows=False)
         for batch in self._batches(list(evicted.items()), [*evicted.values()]):
             while len(self._saving) > _MOST_SAVING and (others := list(self._saving.values())):
                 wait(others[:1])
             pages = [page for _, page in batch]
             blocks = self.transfer.read(cache, pages)
-            for block in blocks:
-                block.copy_to_host_async()
-            future = self._saver.submit(self._save, blocks, batch)
-            self._saving.update((key, future) for key, _ in batch)
-            future.add_done_callback(partial(self._saved, [key for key, _ in batch]))
+            self._bring(blocks, [key for key, _ in batch], partial(self.transfer.cut, blocks, pages))
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         restored, self._restored = self._restored, {}
         under_way: list[Any] = []
+        of_pages = self.plan.part(cache, of_rows=False)
         for batch in self._batches(list(restored.items()), [*restored]):
             pages, contents = zip(*batch, strict=True)
-            cache, blocks = self.transfer.write(cache, pages, contents)
+            of_pages, blocks = self.transfer.write(of_pages, pages, contents)
             under_way.append(blocks)
             if len(under_way) > _AHEAD:
                 jax.block_until_ready(under_way.pop(0))
-        return cache
+        return self._with_rows(self.plan.with_part(cache, of_pages, of_rows=False))
 
     def settle(self) -> None:
         for thread in self._threads:
@@ -146,12 +164,18 @@ class Tiers(PageSource):
         counts = {"host_tokens": hits["host"], "disk_tokens": hits["disk"], "dropped_pages": self.dropped}
         if host is not None:
             counts |= {"host_pages": len(host), "host_evicted_pages": host.evictions}
-            counts["host_bytes"] = len(host) * self.transfer.nbytes
+            counts["host_bytes"] = host.nbytes
         if disk is not None:
             counts |= {"disk_pages": len(disk), "disk_bytes": disk.nbytes, "disk_evicted_pages": disk.evictions}
         return counts
 
     # ---- inside
+
+    def _has(self, key: bytes) -> bool:
+        """Whether nothing is to be saved for a key."""
+        if key in self._saving or self._at_hand(key) is not None:
+            return True
+        return self.host is None and self._on_disk(key)
 
     def _at_hand(self, key: bytes) -> Page | None:
         """A page that is in the host's memory."""
@@ -169,13 +193,38 @@ class Tiers(PageSource):
         for first in range(0, max(map(len, of_replica.values()), default=0), CALL_PAGES):
             yield [item for of_one in of_replica.values() for item in of_one[first : first + CALL_PAGES]]
 
-    def _save(self, blocks: tuple[jax.Array, ...], batch: list[tuple[bytes, int]]) -> dict[bytes, Page]:
-        """Bring pages that were read to the host."""
-        contents = self.transfer.cut(blocks, [page for _, page in batch])
-        saved = dict(zip((key for key, _ in batch), contents, strict=True))
+    def _bring(self, blocks: Items[jax.Array], keys: list[bytes], cut: Callable[[], list[Page]]) -> Future:
+        """Begin to bring to the host what was read. cut: makes a content for each key of the blocks."""
+        for block in blocks:
+            block.copy_to_host_async()
+        future = self._saver.submit(self._save, keys, cut)
+        self._saving.update((key, future) for key in keys)
+        future.add_done_callback(partial(self._saved, keys))
+        return future
+
+    def _save(self, keys: list[bytes], cut: Callable[[], list[Page]]) -> dict[bytes, Page]:
+        saved = dict(zip(keys, cut(), strict=True))
         for key, page in saved.items():
             self._store(key, page)
         return saved
+
+    def _save_places(self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...]) -> None:
+        leaving, self._leaving = self._leaving, {}
+        for key, place in leaving.items():
+            assert self.places is not None
+            while len(self._under_way) >= _MOST_LEAVING:
+                wait([self._under_way.pop(0)])
+            blocks = self.places.read(cache, snapshots, place)
+            self._under_way.append(self._bring(blocks, [key], partial(self.places.cut, blocks, place)))
+
+    def _with_rows(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The cache, which is donated, with what rows get of places."""
+        rows, self._rows = self._rows, {}
+        for row, content in rows.items():
+            assert self.places is not None
+            cache, blocks = self.places.write(cache, row, content)
+            jax.block_until_ready(blocks)
+        return cache
 
     def _saved(self, keys: list[bytes], future: Future) -> None:
         for key in keys:
@@ -193,7 +242,7 @@ class Tiers(PageSource):
         """Write a page to disk, if it is not there and the disk keeps up."""
         if self.disk is None or key in self.disk or key in self._writing:
             return
-        if len(self._writing) * self.transfer.nbytes > _WRITING_BYTES:
+        if sum(map(nbytes_of, list(self._writing.values()))) > _WRITING_BYTES:
             self.dropped += self.host is None or key not in self.host
             return
         with suppress(RuntimeError):  # the interpreter ends
@@ -206,7 +255,9 @@ class Tiers(PageSource):
         fetch = Fetch(len(match.nodes))
         if not s.takes_cached:
             return fetch
-        whole, wanted = (s.length - 1) // self.page, self.rule.choose()
+        if isinstance(match, Resumed):
+            return self._started(self._deepest(s, match))
+        whole, wanted = (s.length - 1) // self.page, self.rule.choose(self.page, self.transfer.nbytes)
         if whole <= fetch.first:
             return fetch
         page = len(encoded([0])) * self.page
@@ -214,6 +265,46 @@ class Tiers(PageSource):
             if (tier := self._tier_of(key)) is None or not wanted[tier]:
                 break
             fetch.keys.append(key)
+        return self._started(fetch)
+
+    def _deepest(self, s: Sequence, match: Resumed) -> Fetch:
+        """What to fetch of the deepest place behind a match that is worth it: what the tree has of the pages before it
+        is taken from there."""
+        assert self.places is not None
+        for place in places_of(s, self.page, self.unit, match.tokens):
+            first = min(len(match.whole.nodes), place.tokens // self.page)
+            keys = [*place.keys[first:], place.key]
+            tiers = list(takewhile(bool, map(self._tier_of, reversed(keys))))
+            if len(tiers) < len(keys):
+                continue
+            nbytes = (len(keys) - 1) * self.transfer.nbytes + self.places.nbytes
+            if self.rule.choose(place.tokens - match.tokens, nbytes)["disk" if "disk" in tiers else "host"]:
+                return Fetch(first, keys, place=place.tokens)
+        return Fetch(len(match.nodes))
+
+    def _resumed(self, s: Sequence, match: Resumed) -> tuple[Match, list[Any]]:
+        """`take` of a sequence that goes on from a place, if all that it fetched for that came. Its row gets what the
+        place has of one."""
+        fetch, s.fetch = s.fetch, None
+        if fetch is None or match.tokens >= fetch.place or len(fetch.pages) < len(fetch.keys):
+            return match, []
+        whole, column = fetch.place // self.page, (fetch.place - 1) // self.page
+        nodes = match.whole.nodes[:whole]  # all are written, or the sequence would wait
+        if len(nodes) < fetch.first:
+            return match, []
+        assert self.places is not None
+        *pages, (content, source) = fetch.pages[len(nodes) - fetch.first :] or fetch.pages[-1:]
+        page, self._rows[s.row] = self.places.parts(content)
+        for _, of_page in pages:
+            self.hit_tokens[of_page] += self.page
+        contents = [content for content, _ in pages]
+        if len(nodes) <= column:
+            self.hit_tokens[source] += fetch.place - column * self.page
+            contents.append(page)
+        return Resumed(nodes, None, fetch.place, serves=fetch.place), contents
+
+    def _started(self, fetch: Fetch) -> Fetch:
+        """Begin to bring what is not at hand."""
         for key in fetch.keys:
             if (content := self._at_hand(key)) is None:
                 break
@@ -232,19 +323,20 @@ class Tiers(PageSource):
     def _load(self, fetch: Fetch) -> None:
         """Bring the rest of the pages of a fetch, up to the first that is gone."""
         for key in fetch.keys[len(fetch.pages) :]:
-            if (loaded := self._loaded(key)) is None:
+            place = self.places if fetch.place and key is fetch.keys[-1] else None
+            if (loaded := self._loaded(key, (place or self.transfer).forms)) is None:
                 break
             fetch.pages.append(loaded)
 
-    def _loaded(self, key: bytes) -> tuple[Page, SourceName] | None:
+    def _loaded(self, key: bytes, forms: tuple[Form, ...]) -> tuple[Page, SourceName] | None:
         if (saving := self._saving.get(key)) is not None:
             return saving.result()[key], "host"
         if (content := self._at_hand(key)) is not None:
             return content, "host"
         start = time.perf_counter()
-        if self.disk is None or (content := self.disk.read(key)) is None:
+        if self.disk is None or (content := self.disk.read(key, forms)) is None:
             return None
-        self.rule.disk.add(self.transfer.nbytes, time.perf_counter() - start)
+        self.rule.disk.add(nbytes_of(content), time.perf_counter() - start)
         if self.host is not None:
             self._store(key, content)
         return content, "disk"
@@ -261,18 +353,22 @@ def check_tiers(plan: CachePlan, config: EngineConfig) -> None:
     asked = [name for name in ("host_cache", "disk_cache") if getattr(config, name) is not None]
     if not asked:
         return
-    if (why := plan.no_prefix_caching(config)) is not None or any(plan.of_rows):
-        why = why or "layers have a ring or a state of each row, which is in no page"
+    why = "all layers keep rings or states" if all(plan.of_rows) else plan.no_prefix_caching(config)
+    if why is not None:
         raise ConfigurationError(f"{asked[0]} has pages that prompts share, and {why}: leave {' and '.join(asked)} out")
     if config.shards.several_processes:
         raise ConfigurationError(f"{asked[0]} serves the devices of one process: leave {' and '.join(asked)} out")
-    if config.host_cache is not None and config.host_cache < (nbytes := PageTransfer(plan, config.shards).nbytes):
+    pages = PageTransfer(plan, config.shards)
+    nbytes, what = pages.nbytes, "page"
+    if plan.snapshots:
+        nbytes, what = PlaceTransfer(plan, config.shards, pages).nbytes, "page with a snapshot"
+    if config.host_cache is not None and config.host_cache < nbytes:
         raise ConfigurationError(
-            f"host_cache of {config.host_cache} bytes holds no page, which has {nbytes}: give many times that, such as "
-            "'16GiB'"
+            f"host_cache of {config.host_cache} bytes holds no {what}, which has {nbytes}: give many times that, such "
+            "as '16GiB'"
         )
     if config.disk_cache is not None:
-        _check_disk(config.disk_cache, config.disk_cache_size, PageTransfer(plan, config.shards).nbytes)
+        _check_disk(config.disk_cache, config.disk_cache_size, nbytes)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.host_cache is not None and config.host_cache > memory:
         raise ConfigurationError(

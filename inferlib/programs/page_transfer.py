@@ -1,4 +1,5 @@
-"""Pages between the cache and host memory, by two small programs: one reads pages, one writes them.
+"""Pages between the cache and host memory, by two small programs: one reads pages, one writes them. Rings and states of
+rows go the same way.
 
 On the host a page is a few flat arrays, one for each dtype and way in which devices split cells: int8 keys and values
 with their scales are two. Whatever the layers and their layouts, it is a copy of bytes.
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from inferlib.cache.disk_tier import Form
 from inferlib.cache.host_tier import Page
-from inferlib.cache.plan import CachePlan
+from inferlib.cache.plan import CacheArray, CachePlan
 from inferlib.programs.start_functions import prepared
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -59,14 +60,16 @@ class Group(NamedTuple):
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-class PageTransfer:
-    """Reads and writes pages of a cache whose arrays are all of pages. Its programs are compiled by `prepare`."""
+class EntryTransfer:
+    """Reads and writes entries, called pages here, of arrays that have equally many: pages, rows or snapshots. Its
+    programs are compiled by `prepare`, or when they are needed.
 
-    def __init__(self, plan: CachePlan, shards: Shards):
-        assert not any(plan.of_rows), "a ring or a state is of no page"
-        self.plan, self.shards = plan, shards
-        self.groups = _groups(plan, shards)
-        self.each = plan.pages // shards.replicas  # pages of a replica
+    each: entries of a replica. most: of each replica, that one call reads or writes.
+    """
+
+    def __init__(self, arrays: Sequence[CacheArray], shards: Shards, each: int, most: int):
+        self.arrays, self.shards, self.each, self.most = tuple(arrays), shards, each, most
+        self.groups = _groups(self.arrays, shards)
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -80,11 +83,18 @@ class PageTransfer:
 
     def prepare(self) -> None:
         """Compile both programs, unless that is done."""
-        _ = self._read, self._write
+        self.prepare_read()
+        self.prepare_write()
+
+    def prepare_read(self) -> None:
+        _ = self._read
+
+    def prepare_write(self) -> None:
+        _ = self._write
 
     def read(self, cache: tuple[jax.Array, ...], pages: Sequence[int]) -> tuple[jax.Array, ...]:
-        """Blocks of some pages, which `cut` takes: at most `CALL_PAGES` of each replica, numbered as all replicas'
-        together. The cache stays."""
+        """Blocks of some pages, which `cut` takes: at most `most` of each replica, numbered as all replicas' together.
+        The cache stays."""
         return self._read(cache, self._numbers(pages))
 
     def write(self, cache: tuple[jax.Array, ...], pages: Sequence[int], contents: Sequence[Page]) -> tuple[Any, Any]:
@@ -92,7 +102,7 @@ class PageTransfer:
         which are on their way to the devices."""
         places, blocks = self._places(pages), []
         for i, group in enumerate(self.groups):
-            whole = np.zeros((self.shards.replicas * CALL_PAGES, *group.shape), jnp.dtype(group.dtype))
+            whole = np.zeros((self.shards.replicas * self.most, *group.shape), jnp.dtype(group.dtype))
             for place, content in zip(places, contents, strict=True):
                 whole[place] = content[i]
             blocks.append(jax.device_put(whole, self._block_place(group)))
@@ -108,7 +118,7 @@ class PageTransfer:
     ) -> tuple[jax.Array, ...]:
         """The cache, which is donated, with pages whose contents are in blocks that it `received`. pages: of one
         replica, by their places in the blocks."""
-        numbers = np.full((CALL_PAGES, 1), self.each, np.int32)
+        numbers = np.full((self.most, 1), self.each, np.int32)
         numbers[list(pages), 0] = list(pages.values())
         return self._write(cache, numbers, blocks)
 
@@ -122,14 +132,14 @@ class PageTransfer:
         used, places = [0] * self.shards.replicas, []
         for page in pages:
             replica = page // self.each
-            places.append(replica * CALL_PAGES + used[replica])
+            places.append(replica * self.most + used[replica])
             used[replica] += 1
-        assert max(used) <= CALL_PAGES, "a call has so many pages of a replica"
+        assert max(used) <= self.most, "a call has so many pages of a replica"
         return places
 
     def _numbers(self, pages: Sequence[int]) -> np.ndarray | jax.Array:
         """Pages as replicas number their own. The rest is padding, which no replica has."""
-        numbers = np.full((self.shards.replicas * CALL_PAGES, 1), self.each, np.int32)
+        numbers = np.full((self.shards.replicas * self.most, 1), self.each, np.int32)
         for place, page in zip(self._places(pages), pages, strict=True):
             numbers[place] = page % self.each
         return numbers
@@ -143,16 +153,16 @@ class PageTransfer:
 
     @property
     def _cache(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(self._struct(x.shape, x.dtype, self.shards.sharding(x.axes)) for x in self.plan.arrays)
+        return tuple(self._struct(x.shape, x.dtype, self.shards.sharding(x.axes)) for x in self.arrays)
 
     @property
     def _names(self) -> tuple[tuple[str | None, ...], ...]:
-        return tuple(x.axes for x in self.plan.arrays)
+        return tuple(x.axes for x in self.arrays)
 
     @property
     def _rows(self) -> jax.ShapeDtypeStruct:
         place = self.shards.sharding((axes.ROWS, None))
-        return self._struct((self.shards.replicas * CALL_PAGES, 1), jnp.int32, place)
+        return self._struct((self.shards.replicas * self.most, 1), jnp.int32, place)
 
     @cached_property
     def _read(self) -> Callable:
@@ -163,14 +173,21 @@ class PageTransfer:
     @cached_property
     def _write(self) -> Callable:
         place = None if self.shards.mesh is None else tuple(x.sharding for x in self._cache)
-        count, static = self.shards.replicas * CALL_PAGES, (self.shards, self._names, self.groups)
+        count, static = self.shards.replicas * self.most, (self.shards, self._names, self.groups)
         blocks = tuple(self._struct((count, *g.shape), jnp.dtype(g.dtype), self._block_place(g)) for g in self.groups)
         return prepared(write_pages, static, self._cache, self._rows, blocks, place=place)
 
 
-def _groups(plan: CachePlan, shards: Shards) -> tuple[Group, ...]:
+class PageTransfer(EntryTransfer):
+    """Reads and writes the pages of a cache."""
+
+    def __init__(self, plan: CachePlan, shards: Shards):
+        super().__init__(plan.part(plan.arrays, of_rows=False), shards, plan.pages // shards.replicas, CALL_PAGES)
+
+
+def _groups(arrays: Sequence[CacheArray], shards: Shards) -> tuple[Group, ...]:
     groups: dict[tuple[str, tuple[str, ...]], list[Part]] = {}
-    for index, array in enumerate(plan.arrays):
+    for index, array in enumerate(arrays):
         dim, local = array.axes.index(axes.PAGES), shards.local_shape(array.axes, array.shape)
         over = shards.mesh_axes(*(name for name in array.axes if name != axes.PAGES))
         parts = groups.setdefault((array.dtype.name, over), [])

@@ -394,7 +394,7 @@ class ProgramSet:
 
     def _arrays(self, *, of_rows: bool) -> tuple[tuple[tuple[str | None, ...], ...], tuple[Any, ...]]:
         """The logical axes and the shapes of the cache's arrays of rows, or of those of pages."""
-        arrays = [x for x, of_one in zip(self.plan.arrays, self.plan.of_rows, strict=True) if of_one == of_rows]
+        arrays = self.plan.part(self.plan.arrays, of_rows=of_rows)
         return tuple(x.axes for x in arrays), tuple(self._struct(x.shape, x.dtype, x.axes) for x in arrays)
 
     def _changes(self, kind: type[Change]) -> Any:
@@ -418,16 +418,16 @@ class ProgramSet:
     ) -> tuple[tuple[jax.Array, ...], RowState]:
         """Cache and state, which are donated, after these changes."""
         for entries in self._calls(changes.moves):
-            of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), entries)
-            cache = self._with_part(cache, of_rows, of_rows=True)
+            of_rows, state = self._move_rows((self.plan.part(cache, of_rows=True), state), entries)
+            cache = self.plan.with_part(cache, of_rows, of_rows=True)
         for entries in self._calls([Compact(row, cells) for row, cells in changes.compacted.items()]):
-            queries = self._part(cache, of_rows=True)
-            pages, state = self._compact_rows((self._part(cache, of_rows=False), state), queries, entries)
-            cache = self._with_part(cache, pages, of_rows=False)
+            queries = self.plan.part(cache, of_rows=True)
+            pages, state = self._compact_rows((self.plan.part(cache, of_rows=False), state), queries, entries)
+            cache = self.plan.with_part(cache, pages, of_rows=False)
         copies = [Copy(source, target) for target, source in changes.copies.items()]
         for entries in self._calls(copies, self.plan.pages // self.config.shards.replicas):
-            pages = self._copy_pages(self._part(cache, of_rows=False), entries)
-            cache = self._with_part(cache, pages, of_rows=False)
+            pages = self._copy_pages(self.plan.part(cache, of_rows=False), entries)
+            cache = self.plan.with_part(cache, pages, of_rows=False)
         for entries in self._calls(changes.grants):
             state = state._replace(pages=self._give_pages(state.pages, entries))
         for entries in self._calls(changes.counts):
@@ -450,11 +450,11 @@ class ProgramSet:
         `change_rows`."""
         for kind, group in itertools.groupby(changes.snapshots, type):
             for entries in self._calls(list(group)):
-                of_rows = self._part(cache, of_rows=True)
+                of_rows = self.plan.part(cache, of_rows=True)
                 if kind is Save:
                     snapshots = self._save_rows(snapshots, of_rows, entries)
                 else:
-                    cache = self._with_part(cache, self._restore_rows(of_rows, snapshots, entries), of_rows=True)
+                    cache = self.plan.with_part(cache, self._restore_rows(of_rows, snapshots, entries), of_rows=True)
         return cache, snapshots
 
     def _calls(self, changes: Sequence[Change], each: int | None = None) -> Iterable[Any]:
@@ -462,15 +462,6 @@ class ProgramSet:
         shards = self.config.shards
         calls = packed(changes, shards.replicas, each or self.config.rows) if changes else ()
         return (shards.place(entries, (axes.ROWS, None)) if shards.several_processes else entries for entries in calls)
-
-    def _part(self, cache: tuple[jax.Array, ...], *, of_rows: bool) -> tuple[jax.Array, ...]:
-        """The arrays of rows, or those of pages."""
-        return tuple(x for x, of_one in zip(cache, self.plan.of_rows, strict=True) if of_one == of_rows)
-
-    def _with_part(self, cache: tuple, part: tuple, *, of_rows: bool) -> tuple[jax.Array, ...]:
-        """The cache with others in their place."""
-        rest = iter(part)
-        return tuple(next(rest) if x == of_rows else old for old, x in zip(cache, self.plan.of_rows, strict=True))
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""

@@ -108,24 +108,32 @@ print(tokens, compilations(), llm.stats.program_misses, llm.stats.compilations)
     assert done.stdout.split("\n")[0] == f"{[o.outputs[0].token_ids for o in outputs]} 0 0 0"
 
 
-def test_another_process_runs_linear_attention(checkpoint, tmp_path):
-    """Its triangular solve is of a library whose functions JAX looks up when it compiles one."""
-    model, folder = checkpoint("qwen3_5_text"), tmp_path / "artifacts"
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("ministral", marks=pytest.mark.slow)])
+def test_another_process_has_tiers_of_states_and_rings(family, checkpoint, tmp_path):
+    """Linear attention calls a library whose functions JAX looks up when it compiles a triangular solve."""
+    model, folder = checkpoint(family), tmp_path / "artifacts"
     result = compile_into(folder, model, "--modes", "greedy", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     script = """
 import sys
 from inferlib import LLM, SamplingParams
+from inferlib.engine.fetch_rule import FetchRule
 from inferlib.programs.counter import compilations
 
-llm = LLM(sys.argv[1], artifacts=sys.argv[2], progress=False)
-(output,) = llm.generate([list(range(5, 40))], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
-print(output.outputs[0].token_ids, compilations(), llm.stats.program_misses)
+FetchRule.choose = lambda self, *_: {"host": True, "disk": True}
+llm = LLM(sys.argv[1], artifacts=sys.argv[2], host_cache="8MiB", progress=False)
+for _ in range(2):
+    (output,) = llm.generate([list(range(5, 40))], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    print(output.outputs[0].token_ids)
+    llm.sleep()
+    llm.wake()
+print(llm.stats.host_tokens, compilations(), llm.stats.program_misses)
 """
     done = subprocess.run([sys.executable, "-c", script, model, folder], capture_output=True, text=True, timeout=120)
     llm = LLM(model, dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
     (output,) = llm.generate([list(range(5, 40))], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
-    assert (done.returncode, done.stdout) == (0, f"{output.outputs[0].token_ids} 0 0\n"), done.stderr
+    tokens = str(output.outputs[0].token_ids)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [tokens, tokens, "32 0 0"]), done.stderr
 
 
 def test_the_manifest_says_what_was_compiled(folder):

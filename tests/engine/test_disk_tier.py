@@ -39,18 +39,18 @@ def assert_is(page: tuple[np.ndarray, ...] | None, number: int) -> None:
 
 def test_pages_outlive_the_tier(tmp_path):
     folder = tmp_path / "a" / "b"
-    tier = DiskTier(folder, MODEL, FORMS)
+    tier = DiskTier(folder, MODEL)
     for number in range(3):
         tier.write(key_of(number), page_of(number))
-    again = DiskTier(folder, MODEL, FORMS)
+    again = DiskTier(folder, MODEL)
     assert (len(again), again.nbytes) == (3, tier.nbytes)
     assert folder.stat().st_mode & 0o777 == 0o700
     for number in range(3):
         assert key_of(number) in again
-        assert_is(again.read(key_of(number)), number)
-    assert again.read(key_of(9)) is None
+        assert_is(again.read(key_of(number), FORMS), number)
+    assert again.read(key_of(9), FORMS) is None
     again.clear()
-    assert (len(DiskTier(folder, MODEL, FORMS)), again.nbytes) == (0, 0)
+    assert (len(DiskTier(folder, MODEL)), again.nbytes) == (0, 0)
 
 
 def damage(path: Path, other: Path, how: str) -> None:
@@ -72,51 +72,51 @@ def damage(path: Path, other: Path, how: str) -> None:
     "how", ["cut", "longer", "empty", "of another page", "first byte", "size", "head", "cells", "last byte"]
 )
 def test_a_damaged_file_is_a_miss(how, tmp_path):
-    tier = DiskTier(tmp_path, MODEL, FORMS)
+    tier = DiskTier(tmp_path, MODEL)
     for number in range(2):
         tier.write(key_of(number), page_of(number))
     path, other = (tmp_path / MODEL.hex() / f"{key_of(number).hex()}.page" for number in range(2))
     damage(path, other, how)
-    assert tier.read(key_of(0)) is None
+    assert tier.read(key_of(0), FORMS) is None
     assert key_of(0) not in tier
     assert not path.exists()
-    assert_is(tier.read(key_of(1)), 1)
+    assert_is(tier.read(key_of(1), FORMS), 1)
     assert tier.nbytes == other.stat().st_size
     tier.write(key_of(0), page_of(0))
-    assert_is(tier.read(key_of(0)), 0)
+    assert_is(tier.read(key_of(0), FORMS), 0)
 
 
 def test_models_share_a_folder_and_no_page(tmp_path):
     """Also if a file is moved from one to the other."""
-    tiers = [DiskTier(tmp_path, model, FORMS) for model in (MODEL, OTHER)]
+    tiers = [DiskTier(tmp_path, model) for model in (MODEL, OTHER)]
     tiers[0].write(key_of(0), page_of(0))
-    assert tiers[1].read(key_of(0)) is None
+    assert tiers[1].read(key_of(0), FORMS) is None
     name = f"{key_of(0).hex()}.page"
     (tmp_path / OTHER.hex() / name).write_bytes((tmp_path / MODEL.hex() / name).read_bytes())
-    moved = DiskTier(tmp_path, OTHER, FORMS)
+    moved = DiskTier(tmp_path, OTHER)
     assert key_of(0) in moved
-    assert moved.read(key_of(0)) is None
-    assert_is(tiers[0].read(key_of(0)), 0)
-    other_form = DiskTier(tmp_path, MODEL, FORMS[::-1][:1])
-    assert other_form.read(key_of(0)) is None
+    assert moved.read(key_of(0), FORMS) is None
+    assert_is(tiers[0].read(key_of(0), FORMS), 0)
+    other_form = DiskTier(tmp_path, MODEL)
+    assert other_form.read(key_of(0), FORMS[::-1][:1]) is None
 
 
 def test_the_least_recently_used_files_make_room(tmp_path):
     """Across restarts, and across models."""
-    size = DiskTier(tmp_path / "one", MODEL, FORMS)
+    size = DiskTier(tmp_path / "one", MODEL)
     size.write(key_of(0), page_of(0))
     most = 3 * size.nbytes
     folder = tmp_path / "several"
-    DiskTier(folder, OTHER, FORMS, most).write(key_of(7), page_of(7))
-    tier = DiskTier(folder, MODEL, FORMS, most)
+    DiskTier(folder, OTHER, most).write(key_of(7), page_of(7))
+    tier = DiskTier(folder, MODEL, most)
     for number in range(2):
         tier.write(key_of(number), page_of(number))
     past = time.time() - 1000
     for number in (7, 0, 1):
         (path,) = folder.rglob(f"{key_of(number).hex()}.page")
         os.utime(path, (past + number, past + number))
-    tier = DiskTier(folder, MODEL, FORMS, most)
-    assert_is(tier.read(key_of(0)), 0)
+    tier = DiskTier(folder, MODEL, most)
+    assert_is(tier.read(key_of(0), FORMS), 0)
     for number in (2, 3):
         tier.write(key_of(number), page_of(number))
     assert [number for number in range(4) if key_of(number) in tier] == [0, 2, 3]
@@ -125,15 +125,15 @@ def test_the_least_recently_used_files_make_room(tmp_path):
 
 
 def test_a_file_that_vanished_is_a_miss(tmp_path):
-    tier = DiskTier(tmp_path, MODEL, FORMS)
+    tier = DiskTier(tmp_path, MODEL)
     tier.write(key_of(0), page_of(0))
-    DiskTier(tmp_path, MODEL, FORMS).clear()
-    assert tier.read(key_of(0)) is None
+    DiskTier(tmp_path, MODEL).clear()
+    assert tier.read(key_of(0), FORMS) is None
     assert (len(tier), tier.nbytes) == (0, 0)
 
 
 def test_a_full_disk_is_told_once(tmp_path, monkeypatch, caplog):
-    tier = DiskTier(tmp_path, MODEL, FORMS)
+    tier = DiskTier(tmp_path, MODEL)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -152,8 +152,8 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from inferlib.cache.disk_tier import DiskTier
-from tests.engine.test_disk_tier import FORMS, MODEL, key_of, page_of
-tier = DiskTier(Path(sys.argv[1]), MODEL, FORMS)
+from tests.engine.test_disk_tier import MODEL, key_of, page_of
+tier = DiskTier(Path(sys.argv[1]), MODEL)
 print("ready", flush=True)
 for number in itertools.count():
     tier.write(key_of(number % 200), page_of(number % 200))
@@ -173,16 +173,16 @@ def test_kill_while_writing(tmp_path):
     time.sleep(random.random() / 10)
     child.send_signal(signal.SIGKILL)
     child.communicate()
-    tier = DiskTier(tmp_path, MODEL, FORMS)
+    tier = DiskTier(tmp_path, MODEL)
     numbers = [number for number in range(200) if key_of(number) in tier]
     assert len(numbers) == len(tier) >= 20
     for number in numbers:
-        assert_is(tier.read(key_of(number)), number)
+        assert_is(tier.read(key_of(number), FORMS), number)
     # What it left half written belongs to nobody after a while.
     (tmp_path / MODEL.hex() / "half.1.0.tmp").write_bytes(b"page")
     for path in tmp_path.glob("*/*.tmp"):
         os.utime(path, (0, 0))
-    DiskTier(tmp_path, MODEL, FORMS)
+    DiskTier(tmp_path, MODEL)
     assert not list(tmp_path.glob("*/*.tmp"))
 
 
@@ -197,4 +197,4 @@ def test_wrong_folders(tmp_path):
         (Path("/proc/pages"), "cannot be (made|written to)"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            DiskTier(path, MODEL, FORMS)
+            DiskTier(path, MODEL)

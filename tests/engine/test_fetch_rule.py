@@ -19,7 +19,7 @@ def test_a_rate_follows_what_was_measured_last():
     assert rate.value == pytest.approx(100, rel=1e-3)
 
 
-# A page is computed in 0.1 s.
+# A hundred tokens are computed in 0.1 s.
 @pytest.mark.parametrize(
     ("link", "disk", "expected"),
     [
@@ -32,23 +32,23 @@ def test_a_rate_follows_what_was_measured_last():
     ],
 )
 def test_the_rule_compares_times(link, disk, expected):
-    rule = FetchRule(page=100, nbytes=1_000_001)
+    rule = FetchRule()
     rule.computed.add(1000, 1)
     for rate, measured in ((rule.link, link), (rule.disk, disk)):
         if measured:
             rate.add(measured, 1)
-    assert tuple(rule.choose().values()) == expected
+    assert tuple(rule.choose(100, 1_000_001).values()) == expected
 
 
 def test_without_a_measure_of_prompts_all_is_fetched():
-    rule = FetchRule(page=100, nbytes=1000)
+    rule = FetchRule()
     rule.link.add(1, 1)
-    assert rule.choose() == {"host": True, "disk": True}
+    assert rule.choose(100, 1000) == {"host": True, "disk": True}
 
 
 def test_the_disk_is_tried_now_and_then():
-    rule = FetchRule(page=100, nbytes=1000)
+    rule = FetchRule()
     rule.computed.add(1000, 1)
     rule.link.add(1e9, 1)
     rule.disk.add(1e3, 1)
-    assert [rule.choose()["disk"] for _ in range(32)] == ([False] * 15 + [True]) * 2
+    assert [rule.choose(100, 1000)["disk"] for _ in range(32)] == ([False] * 15 + [True]) * 2

@@ -25,9 +25,17 @@ from inferlib.sharding.shards import Shards
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
 from tests.helpers.sequences import LEAST, run, sequence
-from tests.helpers.shared_beginnings import JOB, PAGE, PAGED, assert_as_if_alone, crowd, prompt_of
+from tests.helpers.shared_beginnings import (
+    JOB,
+    PAGE,
+    PAGED,
+    STRANGERS,
+    assert_as_if_alone,
+    crowd,
+    crowd_out,
+    prompt_of,
+)
 
-STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
 SLOW = pytest.mark.slow
 ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) for kind in PAGED]
 
@@ -35,18 +43,11 @@ ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) f
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Pages are fetched, however fast a tiny model computes."""
-    monkeypatch.setattr(FetchRule, "choose", lambda self: {"host": True, "disk": True})
+    monkeypatch.setattr(FetchRule, "choose", lambda self, *_: {"host": True, "disk": True})
 
 
 def page_bytes(llm: LLM) -> int:
     return llm.engine.plan.nbytes // llm.engine.plan.pages
-
-
-def crowd_out(engine: Engine) -> None:
-    """Run other prompts until nothing of earlier ones is on the device, and all of them is in the tiers."""
-    for prompt in STRANGERS:
-        run(engine, [sequence(prompt, 20)])
-    engine.source.settle()
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW if x == "gemma3n_text" else ()) for x in PAGED])
@@ -220,7 +221,7 @@ def test_what_the_rule_decides(tight, monkeypatch):
         run(engine, [sequence(prompt, 5)])
         assert rule.computed.value > 0
         crowd_out(engine)
-        monkeypatch.setattr(rule, "choose", lambda: {"host": False, "disk": False})
+        monkeypatch.setattr(rule, "choose", lambda *_: {"host": False, "disk": False})
         s = sequence(prompt, 5)
         run(engine, [s])
         assert (s.cached, engine.source.hit_tokens["host"]) == (0, 0)
@@ -351,18 +352,14 @@ def test_keys_are_of_all_tokens_and_of_the_salt():
 
 
 def test_the_host_keeps_what_was_used_last():
-    tier = HostTier(2)
-    pages = [(), (), ()]
+    pages = [(np.zeros(size, np.uint8),) for size in (3, 4, 3)]
+    tier = HostTier(7)
     assert [tier.put(bytes([i]), page) for i, page in enumerate(pages[:2])] == [[], []]
     assert tier.get(b"\0") is pages[0]
     assert tier.put(b"\2", pages[2]) == [(b"\1", pages[1])]
-    assert (len(tier), tier.evictions, tier.get(b"\1")) == (2, 1, None)
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_text"])
-def test_models_whose_rows_are_more_than_pages_have_no_tiers(family, checkpoint):
-    with pytest.raises(ConfigurationError, match=r"host_cache .* layers have a ring or a state of each row.*: leave"):
-        build_llm(checkpoint(family), LEAST, host_cache="1GiB")
+    assert (len(tier), tier.nbytes, tier.evictions, tier.get(b"\1")) == (2, 6, 1, None)
+    assert tier.put(b"\3", large := (np.zeros(8, np.uint8),))[-1] == (b"\3", large)
+    assert (len(tier), tier.nbytes) == (0, 0)
 
 
 def test_several_processes_do_without(tight, monkeypatch):

@@ -72,6 +72,8 @@ def valid_snapshots(engine: Engine) -> list[np.ndarray]:
     snapshots, to_save, _ = snapshots_of(engine)
     waiting = {number for _, number in to_save}
     spans = {number: span for number, span in snapshots.items() if number not in waiting}
+    leaving = getattr(engine.source, "_leaving", {}).values()
+    spans |= {x.number: (x.first, x.last) for x in leaving}  # which are read before the next program
     blocks = blocks_of(engine)
     return [_entries(engine, b, spec, engine.plan.snapshots, spans) for spec, b in blocks if not b.paged]
 

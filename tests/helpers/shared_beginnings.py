@@ -15,11 +15,12 @@ from inferlib.engine.sequence import Sequence, Status
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import poison
-from tests.helpers.sequences import LEAST, sequence
+from tests.helpers.sequences import LEAST, run, sequence
 
 PAGE, UNIT = 16, 8  # tiles of a step have 8 tokens
 TRUNK = random_prompts([48], seed=50)[0]
 TAILS = random_prompts([30] * 6, seed=51)
+STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
 SAMPLED = SamplingParams(seed=5, top_p=0.9, ignore_eos=True)
 PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3, logprobs=2)
 
@@ -105,6 +106,13 @@ def run_as_told(engine: Engine, sequences: list[Sequence], times: list[tuple[int
         if round_ > 30 and not engine.busy:
             return
     raise AssertionError("the engine is busy without end")
+
+
+def crowd_out(engine: Engine) -> None:
+    """Run other prompts until no page and no snapshot of earlier ones is on the device, and all are in the tiers."""
+    for prompt in STRANGERS:
+        run(engine, [sequence(prompt, 20)])
+    engine.source.settle()
 
 
 def crowd(salts: bool = False) -> list[Sequence]:
