@@ -104,9 +104,9 @@ class LLM:
         platform; or a complete `EngineConfig` without a mesh.
     dtype: "float32", "bfloat16" or "float16", for weights, cache and activations; by default float32 on CPU, else
         bfloat16.
-    quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or "mxfp4" quantizes the matrices of products (not the
-        embedding) on the device as they are loaded; "mxfp8_a8" and "mxfp4_a8" also round the activations that they
-        multiply to MXFP8, and "int8_a8" and "fp8_a8" to eight bits in products of 256 tokens or more. By default
+    quantization: "int8", "int4", "int4_g32", "fp8", "fp8_block", "mxfp8" or "mxfp4" quantizes the matrices of products
+        (not the embedding) on the device as they are loaded; "mxfp8_a8" and "mxfp4_a8" also round the activations that
+        they multiply to MXFP8, and "int8_a8" and "fp8_a8" to eight bits in products of 256 tokens or more. By default
         weights stay as they are stored.
     parallel: devices to split the model over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; by default one.
     artifacts: a directory that `inferlib compile` wrote. Its programs run and nothing is compiled; every other option

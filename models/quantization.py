@@ -13,11 +13,12 @@ from inferlib.ops.quantized import SCHEMES, Scheme
 # Schemes by the names that users write. With _a8, the inputs of products are rounded too: to MXFP8, or by token to int8
 # or fp8.
 _ROUNDING = ("int8", "fp8", "mxfp8", "mxfp4")
-QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in _ROUNDING}
+_FINE = {"int4_g32": Scheme("int4", group=32, scales="bfloat16")}  # the bits of int4, in smaller groups
+QUANTIZATIONS = SCHEMES | _FINE | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in _ROUNDING}
 # The parts of a dense feed-forward whose inputs may be rotated while the model runs.
 ROTATED = ("mlp.down", "mlp.shared.down")
-_VALUES = frozenset(scheme.values for scheme in SCHEMES.values())
-_SCALES = frozenset(scheme.scales for scheme in SCHEMES.values())
+_VALUES = frozenset(scheme.values for scheme in QUANTIZATIONS.values())
+_SCALES = frozenset(scheme.scales for scheme in QUANTIZATIONS.values())
 
 
 @dataclass(frozen=True)

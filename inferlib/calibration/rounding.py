@@ -16,7 +16,7 @@ import numpy as np
 import scipy.linalg
 from jax import lax
 
-from inferlib.ops.quantized import Scheme, exponent_code, largest_value, quantize, round_values
+from inferlib.ops.quantized import Scheme, exponent_code, largest_value, quantize, round_scales, round_values
 
 Rounding = Literal["nearest", "clip", "gptq"]
 # Scales that are tried, as shares of the one by which the largest magnitude becomes the type's largest value.
@@ -123,7 +123,8 @@ def _candidates(largest: jax.Array, scheme: Scheme) -> jax.Array:
         codes = jnp.clip(code + jnp.arange(2)[:, None, None], 1, 253)  # of normal numbers with normal inverses
         return lax.bitcast_convert_type(codes << 23, jnp.float32)
     scales = largest / largest_value(np.dtype(scheme.values))
-    return jnp.where(scales == 0, 1.0, scales) * jnp.asarray(_SHARES)[:, None, None]
+    scales = jnp.where(scales == 0, 1.0, scales) * jnp.asarray(_SHARES)[:, None, None]
+    return round_scales(scales, scheme.scales)
 
 
 def inverse_factor(h: jax.Array) -> jax.Array | None:

@@ -62,7 +62,7 @@ def must_fit(model: AbstractModel) -> None:
         scheme = weight.scheme
         assert scheme is not None
         in_groups = scheme.group is not None and scheme.values != "int4"
-        if scheme.values not in _SCHEMES or scheme.scales != "float32" or in_groups:
+        if scheme.values not in _SCHEMES or scheme.scales == "float8_e8m0fnu" or in_groups:
             raise ConfigurationError(
                 "compressed-tensors files have int4, int8, int8_a8, fp8 and fp8_a8: quantise to one of these"
             )

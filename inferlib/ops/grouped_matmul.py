@@ -66,6 +66,8 @@ def _gpu_kernel_lacks(w: Weight, stacked: bool) -> str | None:
 
     if isinstance(w, PackedTensor):
         return "it takes no weights that are packed for TPU kernels"
+    if isinstance(w, QuantizedTensor) and w.scales.dtype == jnp.bfloat16:
+        return "it takes no scales of bfloat16"
     values, scales = jax.eval_shape(_for_gpu, w)
     group = values.shape[1] // scales.shape[1] if scales is not None and scales.ndim == 3 else None
     return unsupported(values, group, isinstance(w, QuantizedTensor) and w.zeros is not None)

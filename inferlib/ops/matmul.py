@@ -141,8 +141,8 @@ def choose(
 
     if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
         return Choice("xla")
-    if w.zeros is not None or (partials and w.round_inputs and w.grouped):
-        return Choice("xla", "zero points, or inputs that are rounded")
+    if w.beyond_kernels or (partials and w.round_inputs and w.grouped):
+        return Choice("xla", "zero points, scales of bfloat16, or inputs that are rounded")
     values, group = _matrix(w, contract)
     reason = None if tokens <= _row_limit(w) else f"{tokens} rows"
     reason = reason or row_matmul_gpu.unsupported(dtype, values, group)
@@ -162,7 +162,7 @@ def decode_sized(w: Weight, tokens: int, backend: str | None) -> bool:
     """True if reading a quantised weight bounds its product with so few rows, for which GPUs have a kernel."""
     if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
         return False
-    return w.zeros is None and tokens <= _row_limit(w)
+    return not w.beyond_kernels and tokens <= _row_limit(w)
 
 
 def _row_limit(w: QuantizedTensor) -> int:

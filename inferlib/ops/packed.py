@@ -286,6 +286,8 @@ def choose(packing: Packing, dtype, shards: Shards, *, rows: int = MOST_ROWS) ->
     `grouped_matmul` reads as they are, and for fewer results than a tile has lanes, which would be padded in memory.
     """
     scheme, experts = packing.scheme, axes.EXPERTS in packing.names
+    if scheme is not None and scheme.scales == "bfloat16":
+        return Choice("xla", "scales of bfloat16")
     known = np.dtype(packing.dtype) == jnp.bfloat16 if scheme is None else not scheme.zeros
     by_group = scheme is not None and scheme.group is not None
     if not known or not (by_group if experts else packing.sizes[2] >= _DEPTH):

@@ -81,7 +81,8 @@ class Scheme:
 
 MX_GROUP = 32  # elements that share a scale in MX formats
 
-# By the names that users write. MX formats are those of the OCP Microscaling Formats specification v1.0.
+# Those that kernels read, by the names that users write. MX formats are those of the OCP Microscaling Formats
+# specification v1.0.
 SCHEMES = {
     "int8": Scheme("int8"),
     "int4": Scheme("int4", group=128),
@@ -109,6 +110,11 @@ class QuantizedTensor:
     def rounds_tokens(self) -> bool:
         """See `Scheme.rounds_tokens`."""
         return self.round_inputs and not self.grouped
+
+    @property
+    def beyond_kernels(self) -> bool:
+        """True if no kernel reads it, as it has zero points or scales of bfloat16."""
+        return self.zeros is not None or self.scales.dtype == jnp.bfloat16
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -165,10 +171,19 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
         # Multiply by the inverse, also a power of two: the smallest scale is subnormal, which devices flush to zero.
         scales, scaled = _power_of_two(code), w * _power_of_two(254 - code).astype(jnp.float32)
     else:
-        scales = largest / most
+        scales = round_scales(largest / most, scheme.scales)
         scales = jnp.where(scales == 0, 1.0, scales)
-        scaled = w / scales
+        scaled, scales = w / scales, scales.astype(scheme.scales)
     return scheme.tensor(round_values(scaled, dtype).astype(dtype), jnp.squeeze(scales, shared))
+
+
+def round_scales(scales: jax.Array, dtype) -> jax.Array:
+    """float32 scales rounded to those of float32 or bfloat16, as float32.
+
+    XLA may leave out a conversion there and back; values would be rounded by other scales than those that are stored.
+    """
+    info = ml_dtypes.finfo(dtype)
+    return lax.reduce_precision(scales, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def round_values(x: jax.Array, dtype) -> jax.Array:

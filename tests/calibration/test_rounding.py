@@ -19,6 +19,7 @@ from inferlib.calibration.rounding import (
     search_scales,
     to_nearest,
 )
+from inferlib.models.quantization import QUANTIZATIONS
 from inferlib.ops.quantized import SCHEMES, Scheme, quantize
 
 INPUTS, OUTPUTS = 96, 5
@@ -102,9 +103,9 @@ def test_searched_scales_are_the_best_of_those_tried(name):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "clip", "gptq"])
-@pytest.mark.parametrize("name", ["int4", "mxfp4", "int8", "fp8_block"])
+@pytest.mark.parametrize("name", ["int4", "int4_g32", "mxfp4", "int8", "fp8_block"])
 def test_no_output_loses_more_than_to_nearest(name, rounding):
-    scheme = SCHEMES[name]
+    scheme = QUANTIZATIONS[name]
     group = 32 if scheme.group else INPUTS
     for seed in range(3):
         w, h = (jnp.asarray(x, jnp.float32) for x in draw(seed))
@@ -112,6 +113,7 @@ def test_no_output_loses_more_than_to_nearest(name, rounding):
         expected = losses(w, rounded.values, rounded.scales, h)
         np.testing.assert_allclose(rounded.losses, expected, rtol=1e-3, atol=1e-6)
         assert np.all(rounded.losses <= rounded.nearest)
+        np.testing.assert_array_equal(rounded.scales, rounded.scales.astype(scheme.scales).astype(np.float32))
         if rounding == "gptq":
             assert np.sum(rounded.losses) < 0.8 * np.sum(rounded.nearest)
 
@@ -144,13 +146,13 @@ def test_dead_inputs_among_others_change_nothing():
     assert np.all(np.isfinite(rounded.values))
 
 
-@pytest.mark.parametrize("name", ["int4", "mxfp4", "int8", "fp8_block"])
+@pytest.mark.parametrize("name", ["int4", "int4_g32", "mxfp4", "int8", "fp8_block"])
 @pytest.mark.parametrize(
     ("shape", "inputs", "experts"),
     [((64, 2, 24), (0,), False), ((2, 3, 64, 48), (0, 1, 2), False), ((3, 2, 64, 16), (2,), True)],
 )
 def test_stored_arrays_equal_those_of_quantize(name, shape, inputs, experts):
-    scheme, form = SCHEMES[name], MatrixForm(shape, inputs, experts)
+    scheme, form = QUANTIZATIONS[name], MatrixForm(shape, inputs, experts)
     w = jax.random.normal(jax.random.key(0), shape)
     matrices = form.matrices(w)
     np.testing.assert_array_equal(form.weight(matrices), w)

@@ -67,6 +67,7 @@ CASES = [
     pytest.param("fp8", "nearest", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
     pytest.param("int4", "hadamard:merged+gptq", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
     pytest.param("int4", "gptq", "qwen3", {}, marks=pytest.mark.slow),
+    pytest.param("int4_g32", "gptq", "llama", {}, marks=pytest.mark.slow),
     ("int4", "gptq", "phi3", {"pad_token_id": 0}),
 ]
 

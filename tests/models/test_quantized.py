@@ -27,14 +27,16 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ConfigError, OutputGate
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
-from inferlib.ops import eight_bits
+from inferlib.ops import eight_bits, packed
 from inferlib.ops.choice import Choice
+from inferlib.ops.grouped_matmul import choose as choose_grouped
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
-from inferlib.ops.matmul import choose, matmul
+from inferlib.ops.matmul import choose, decode_sized, matmul
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes
+from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
-from inferlib.sharding.shards import make_shards, planned_shards
+from inferlib.sharding.shards import Shards, make_shards, planned_shards
 from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.llms import random_prompts, reference
 from tests.helpers.oracle import make_checkpoint
@@ -47,6 +49,7 @@ E4M3 = np.array(
     [m / 8 * 2.0**-6 for m in range(8)]
     + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
 )
+ALL = {**SCHEMES, "int4_g32": Quantization.named("int4_g32").scheme}
 GRIDS = {"int8": np.arange(128.0), "int4": np.arange(8.0), "float8_e4m3fn": E4M3, "float4_e2m1fn": E2M1}
 
 
@@ -64,8 +67,8 @@ def rounded(w: np.ndarray, scheme: Scheme) -> np.ndarray:
     group = len(w) if scheme.group is None else math.gcd(len(w), scheme.group)
     blocks = w.reshape(-1, group, w.shape[1])
     grid, top = GRIDS[scheme.values], np.abs(blocks).max(1, keepdims=True)
-    if scheme.scales == "float32":
-        scales = top / np.float32(grid[-1])
+    if scheme.scales != "float8_e8m0fnu":
+        scales = (top / np.float32(grid[-1])).astype(scheme.scales).astype(np.float32)
         scales = np.where(scales == 0, np.float32(1), scales)
     else:
         exponent = np.frexp(top)[1] - 1 - int(math.log2(grid[-1]))
@@ -85,15 +88,15 @@ NUMBERS = st.one_of(
 MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 @given(w=MATRICES)
 @settings(max_examples=30)
 def test_codec_is_exact(name, w):
-    scheme = SCHEMES[name]
+    scheme = ALL[name]
     cached = quantized(jnp.asarray(w), (0,), scheme)
     expected = rounded(w, scheme)
     once = restored(cached, w.shape)
-    if scheme.scales == "float32":  # the division by a scale rounds: once in float32, in the oracle too
+    if scheme.scales != "float8_e8m0fnu":  # the division by a scale rounds: once in float32, in the oracle too
         step = np.abs(w).max() / GRIDS[scheme.values][-1]
         np.testing.assert_allclose(once, expected, rtol=1e-6, atol=float(step) * 1e-5)
     else:
@@ -141,15 +144,15 @@ def test_what_is_not_finite_is_not_hidden(name, bad):
 # ---- products
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize(("shape", "contract"), [((96, 2, 8), 1), ((2, 3, 24, 8), 3)])
 def test_product_is_that_of_the_rounded_weight(name, tokens, shape, contract):
     rng = np.random.default_rng(tokens)
     w, x = rng.normal(size=shape).astype(np.float32), rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
     contracting = tuple(range(contract))
-    cached = jax.jit(lambda w: quantized(w, contracting, SCHEMES[name]))(w)
-    described = SCHEMES[name].arrays(shape, ("a",) * len(shape), contracting)
+    cached = jax.jit(lambda w: quantized(w, contracting, ALL[name]))(w)
+    described = ALL[name].arrays(shape, ("a",) * len(shape), contracting)
     for part, (size, _, dtype) in described.items():
         assert (getattr(cached, part).shape, getattr(cached, part).dtype) == (size, dtype)
     whole = np.asarray(dequantized(cached, contracting), np.float64).reshape(shape)
@@ -325,11 +328,11 @@ def rounded_checkpoint(path, out, scheme: Scheme, head_dim: int):
     return out
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path):
     """Of which the model is made too: where a quotient is between two codes, its rounding in float32 decides."""
     original, (prompt,) = checkpoint("llama"), random_prompts([20])
-    path = rounded_checkpoint(original, tmp_path / "rounded", SCHEMES[name], 24)
+    path = rounded_checkpoint(original, tmp_path / "rounded", ALL[name], 24)
     buckets = Buckets(prefill=(16,), batch=(1,), cache=(32,))
     llm = LLM(path, quantization=name, dtype="float32", max_batch=1, max_len=32, buckets=buckets, progress=False)
     expected = reference(path, prompt)
@@ -342,9 +345,8 @@ def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path):
     matrices = [w for w in model.weights if w.scheme is not None]
     assert len(matrices) == 4 * 2 + 1
     # 96 wide, 80 of feed-forward, 2 x 3 query heads of 24, 131 tokens.
-    group, bits, scale = {"int8": (0, 8, 4), "int4": (128, 4, 4), "fp8": (0, 8, 4), "fp8_block": (128, 8, 4)}.get(
-        name, (32, 8 if name == "mxfp8" else 4, 1)
-    )
+    sizes = {"int8": (0, 8, 4), "int4": (128, 4, 4), "fp8": (0, 8, 4), "fp8_block": (128, 8, 4), "int4_g32": (32, 4, 2)}
+    group, bits, scale = sizes.get(name, (32, 8 if name == "mxfp8" else 4, 1))
     scales = 0
     for inputs, outputs, run in ((96, 240, 96), (96, 160, 96), (80, 96, 80), (144, 96, 24), (96, 131, 96)):
         count = inputs // math.gcd(run, group) if group else 1
@@ -507,3 +509,15 @@ def test_a_mesh_that_cuts_a_group_is_named(tmp_path):
 def test_json_round_trip():
     quantization = Quantization("ours", SCHEMES["mxfp4"], ("head",))
     assert Quantization.from_json(json.loads(json.dumps(asdict(quantization)))) == quantization
+
+
+def test_kernels_pass_over_scales_of_bfloat16():
+    """On GPUs and TPUs XLA multiplies, experts too."""
+    fine, coarse = ALL["int4_g32"], SCHEMES["int4"]
+    for scheme, taken in ((fine, False), (coarse, True)):
+        w, experts = (quantized(jnp.ones(shape), (len(shape) - 2,), scheme) for shape in ((128, 256), (2, 128, 256)))
+        assert (choose(w, 1, jnp.bfloat16, backend="pallas_gpu").name != "xla") == taken
+        assert decode_sized(w, 1, "pallas_gpu") == taken
+        assert (choose_grouped(64, experts, jnp.bfloat16, "pallas_gpu").reason == "") == taken
+        packing = Packing(scheme, (1024, 2048), (axes.EMBED, axes.MLP), (0,))
+        assert (packed.choose(packing, jnp.bfloat16, Shards()).name == "pallas_tpu") == taken
