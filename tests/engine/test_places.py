@@ -12,28 +12,25 @@ from hypothesis import strategies as st
 from inferlib.cache.host_tier import page_keys
 from inferlib.cache.prefix_tree import encoded
 from inferlib.config import ConfigurationError
-from inferlib.engine.engine import Engine
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.places import places_of
 from inferlib.engine.tiers import Tiers
 from inferlib.programs.counter import compilations
-from tests.helpers.llms import build_llm, new_engine, random_prompts
+from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import poison
 from tests.helpers.sequences import LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
-    BESIDE,
+    BESIDE_KINDS,
     JOB,
     PAGE,
-    STRANGERS,
     UNIT,
     assert_as_if_alone,
     crowd,
     crowd_out,
+    poisoned,
     prompt_of,
 )
 
-FAST = ("gpt_oss", "qwen3_5_text")
-KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
 MUCH = 1 << 26
 
 
@@ -43,26 +40,17 @@ def always(monkeypatch):
     monkeypatch.setattr(FetchRule, "choose", lambda self, *_: {"host": True, "disk": True})
 
 
-def poisoned(engine: Engine, s) -> list[int]:
-    """What a sequence generates, with NaN before each dispatch in all that nobody may read."""
-    engine.add(s)
-    while engine.busy:
-        poison(engine)
-        engine.advance()
-    return s.tokens
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     """Within a page and at the end of one, for the same prompt and for one that goes on."""
     with new_engine(tight(kind), host_cache=MUCH, in_flight=1) as engine:
         for length in (41, 33):
             prompt, longer = prompt_of(length, 0, 0), prompt_of(length, 0, 9)
-            poisoned(engine, sequence(prompt, 5))
+            poisoned(engine, [sequence(prompt, 5)])
             crowd_out(engine)
             before = engine.source.hit_tokens["host"]
             for s in (sequence(prompt, 9), sequence(longer, 9)):
-                assert poisoned(engine, s) == alone(kind, s.prompt, 9)
+                assert poisoned(engine, [s])[0] == alone(kind, s.prompt, 9)
                 assert s.cached == length - 1
             assert engine.source.hit_tokens["host"] > before
 
@@ -102,7 +90,7 @@ def test_a_snapshot_comes_back_for_pages_that_stayed(tight, alone):
         assert engine.source.hit_tokens["host"] == 24 - PAGE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_what_was_evicted_comes_back_from_disk(kind, tight, alone, tmp_path):
     """Also in another engine."""
     for hits in (0, 40):
@@ -131,7 +119,7 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
             crowd_out(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 @settings(max_examples=8)
 @given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 4, 40]), st.booleans())
 def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, host, disk):
@@ -145,18 +133,6 @@ def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, 
         assert engine.source.host.nbytes == sum(x.nbytes for page in engine.source.host._pages.values() for x in page)
 
 
-def test_a_model_that_sleeps_keeps_its_tiers(tight, alone):
-    kind = "gpt_oss"
-    llm, prompt = tight(kind), prompt_of(41, 0, 0)
-    with new_engine(llm, host_cache=MUCH) as engine:
-        run(engine, [sequence(prompt, 9)])
-        llm.sleep()
-        llm.wake()
-        s = sequence(prompt, 9)
-        assert run(engine, [s])[0] == alone(kind, prompt, 9)
-        assert (s.cached, engine.source.hit_tokens["host"]) == (40, 40)
-
-
 def test_nothing_compiles_after_warmup(tight, tmp_path):
     llm = tight("qwen3_5_text")
     with new_engine(llm, host_cache=MUCH, disk_cache=tmp_path) as engine:
@@ -167,21 +143,6 @@ def test_nothing_compiles_after_warmup(tight, tmp_path):
             crowd_out(engine)
         assert engine.source.hit_tokens["host"]
         assert compilations() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FAST)
-def test_replicas_share_the_host(kind, checkpoint, tight):
-    """A snapshot that one replica evicted serves another, whose devices split it in the same way."""
-    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE, "snapshots": 2}
-    llm = build_llm(checkpoint(kind), LEAST, host_cache=MUCH, **options)
-    prompts = [prompt_of(40, 0, 8), *STRANGERS, *random_prompts([37, 38, 39], seed=61)]
-    with new_engine(llm, prefix_caching=False, host_cache=None) as engine:
-        expected = [run(engine, [sequence(prompt, 20)])[0] for prompt in prompts]
-    for _ in range(3):
-        assert run(llm.engine, [sequence(prompt, 20) for prompt in prompts]) == expected
-        llm.engine.source.settle()
-    assert llm.engine.source.hit_tokens["host"] > 60
 
 
 def test_tiers_that_cannot_be(checkpoint):

@@ -249,8 +249,10 @@ def test_the_least_recently_used_pages_make_room(tight, alone):
         assert 0 < stats.cached_pages <= engine.plan.pages
 
 
-def test_what_an_error_lost_is_not_cached(tight, alone, monkeypatch):
-    with new_engine(tight("llama stacked")) as engine:
+@pytest.mark.parametrize("kind", ["llama stacked", "gpt_oss"])
+def test_what_an_error_lost_is_not_cached(kind, tight, alone, monkeypatch):
+    """Neither a page nor a snapshot."""
+    with new_engine(tight(kind)) as engine:
         prompt = prompt_of(33, 0, 0)
         run(engine, [sequence(prompt, 3)])
         monkeypatch.setattr(engine, "_receive", lambda: 1 / 0)
@@ -260,7 +262,7 @@ def test_what_an_error_lost_is_not_cached(tight, alone, monkeypatch):
         monkeypatch.undo()
         assert_accounted(engine)
         s = sequence(prompt, 3)
-        assert run(engine, [s])[0] == alone("llama stacked", prompt, 3)
+        assert run(engine, [s])[0] == alone(kind, prompt, 3)
         assert s.cached == 0
 
 

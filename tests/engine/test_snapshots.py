@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.engine.engine import Engine
 from inferlib.programs.counter import compilations
-from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
-from tests.helpers.poison import poison
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
     BESIDE,
+    BESIDE_KINDS,
+    FAST,
     JOB,
     PAGE,
     PENALIZED,
@@ -28,26 +27,14 @@ from tests.helpers.shared_beginnings import (
     UNIT,
     assert_as_if_alone,
     crowd,
+    poisoned,
     prompt_of,
 )
 
-FAST = ("gpt_oss", "qwen3_5_text")
-KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
 STATES = ("qwen3_5_text", "lfm2", "nemotron_h", "kimi_linear", "minimax")
 
 
-def poisoned(engine: Engine, sequences) -> list[list[int]]:
-    """What they generate, with NaN before each dispatch in all that nobody may read."""
-    for s in sequences:
-        engine.add(s)
-    while engine.busy:
-        poison(engine)
-        engine.advance()
-        assert_accounted(engine)
-    return [s.tokens for s in sequences]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
     """The same prompt again, one that is longer, and one whose last token is another. Rings serve any place where they
     still have the window, states that behind the last unit. What is not valid holds NaN, so that a row which reads
@@ -61,7 +48,7 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
                 assert s.cached == (common // UNIT * UNIT if i else 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
     with new_engine(tight(kind)) as engine:
         sequences = [sequence(prompt_of(33, 0, 4), 6) for _ in range(6)]
@@ -70,7 +57,7 @@ def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
         assert [s.cached for s in sequences] == [0] + [32] * 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_a_snapshot_is_saved_where_prompts_part(kind, tight, alone):
     """A state does not go back to where the second leaves the first: it computes all of it again, for the third. What
     the second has behind that is there for the fourth."""
@@ -82,7 +69,7 @@ def test_a_snapshot_is_saved_where_prompts_part(kind, tight, alone):
             assert s.cached == cached
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BESIDE_KINDS)
 def test_the_first_of_a_moment_saves_what_the_others_share(kind, tight, alone):
     """And these wait for it, though they are longer than what a ring goes back."""
     with new_engine(tight(kind)) as engine:
@@ -165,21 +152,6 @@ def test_devices_save_their_parts(kind, parallel, checkpoint, alone):
         assert run(llm.engine, sequences) == [alone(kind, prompt, 20) for prompt in prompts]
     assert llm.stats.cached_tokens > 100
     assert all(pages.snapshots.saved == 2 for pages in llm.engine.scheduler.pages)
-
-
-def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
-    with new_engine(tight("gpt_oss")) as engine:
-        prompt = prompt_of(33, 0, 0)
-        run(engine, [sequence(prompt, 3)])
-        monkeypatch.setattr(engine, "_receive", lambda: 1 / 0)
-        engine.add(sequence(prompt_of(33, 1, 4), 3))
-        with pytest.raises(ZeroDivisionError):
-            engine.advance()
-        monkeypatch.undo()
-        assert_accounted(engine)
-        s = sequence(prompt, 3)
-        assert run(engine, [s])[0] == alone("gpt_oss", prompt, 3)
-        assert s.cached == 0
 
 
 def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):

@@ -26,6 +26,7 @@ from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
 from tests.helpers.sequences import LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
+    FAST,
     JOB,
     PAGE,
     PAGED,
@@ -227,16 +228,16 @@ def test_what_the_rule_decides(tight, monkeypatch):
         assert (s.cached, engine.source.hit_tokens["host"]) == (0, 0)
 
 
-def test_a_model_that_sleeps_keeps_its_tiers(tight, alone):
-    kind, prompt = "llama stacked", prompt_of(40, 0, 8)
-    llm = tight(kind)
-    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
-        run(engine, [sequence(prompt, 5)])
+@pytest.mark.parametrize(("kind", "hit"), [("llama stacked", 32), ("gpt_oss", 40)])
+def test_a_model_that_sleeps_keeps_its_tiers(kind, hit, tight, alone):
+    llm, prompt = tight(kind), prompt_of(41, 0, 0)
+    with new_engine(llm, host_cache=1 << 26) as engine:
+        run(engine, [sequence(prompt, 9)])
         llm.sleep()
         llm.wake()
         s = sequence(prompt, 9)
         assert run(engine, [s])[0] == alone(kind, prompt, 9)
-        assert (s.cached, engine.source.hit_tokens["host"]) == (32, 32)
+        assert (s.cached, engine.source.hit_tokens["host"]) == (hit, hit)
 
 
 def test_the_threads_end_with_the_engine(tight, tmp_path):
@@ -284,19 +285,20 @@ def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, 
         assert len(engine.source.host) <= host
 
 
-def test_replicas_share_the_host(checkpoint, tight):
-    """A page that one replica evicted serves another, whose devices split it in the same way."""
-    memory = 9 * page_bytes(tight("llama stacked")) // 2
-    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE, "cache_memory": memory}
-    llm = build_llm(checkpoint("llama"), LEAST, host_cache="1MiB", **options)
-    assert llm.engine.plan.pages == 2 * 9
+@pytest.mark.parametrize("kind", ["llama stacked", *(pytest.param(kind, marks=SLOW) for kind in FAST)])
+def test_replicas_share_the_host(kind, checkpoint, tight):
+    """What one replica evicted serves another, whose devices split it in the same way."""
+    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE}
+    options |= {"snapshots": 2} if kind in FAST else {"cache_memory": 9 * page_bytes(tight(kind)) // 2}
+    llm = build_llm(checkpoint(kind.split()[0]), LEAST, host_cache=1 << 26, **options)
+    assert kind in FAST or llm.engine.plan.pages == 2 * 9
     prompts = [prompt_of(40, 0, 8), *STRANGERS, *random_prompts([37, 38, 39], seed=61)]
     with new_engine(llm, prefix_caching=False, host_cache=None) as engine:
         expected = [run(engine, [sequence(prompt, 20)])[0] for prompt in prompts]
     for _ in range(3):
         assert run(llm.engine, [sequence(prompt, 20) for prompt in prompts]) == expected
         llm.engine.source.settle()
-    assert llm.engine.source.hit_tokens["host"] > 100
+    assert llm.engine.source.hit_tokens["host"] > 60
 
 
 def test_nothing_compiles_after_warmup(tight, tmp_path):

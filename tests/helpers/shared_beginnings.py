@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from inferlib import LLM, SamplingParams
@@ -45,6 +46,8 @@ BESIDE = {
     "kimi_linear": {},  # states beside latents
     "minimax": {},
 }
+FAST = ("gpt_oss", "qwen3_5_text")
+BESIDE_KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
 
 
 def build_tight(path: Path, kind: str) -> LLM:
@@ -106,6 +109,17 @@ def run_as_told(engine: Engine, sequences: list[Sequence], times: list[tuple[int
         if round_ > 30 and not engine.busy:
             return
     raise AssertionError("the engine is busy without end")
+
+
+def poisoned(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    """What they generate, with NaN before each dispatch in all that nobody may read."""
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        poison(engine)
+        engine.advance()
+        assert_accounted(engine)
+    return [s.tokens for s in sequences]
 
 
 def crowd_out(engine: Engine) -> None:
