@@ -7,6 +7,7 @@ inputs are split over devices, each has a scale for its part of a token's: produ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.quantized import largest_value
+from inferlib.ops.transposed_bytes import transposable, transposed
 
 # By rates alone, products with weights of eight bits are bound by compute from 120 rows on (v5e), 150 (H100), 160 (v7x)
 # or 280 (v6e). With fewer, reading the weight takes the time, and inputs are used as they are.
@@ -79,9 +81,19 @@ def _sums(x: jax.Array, w: jax.Array, summed: tuple[Sequence[int], Sequence[int]
     def in_eight_bits(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.dot_general(x, w, dimensions, preferred_element_type=accumulator).astype(dtype)
 
+    def on_gpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        """Of weights whose first dimensions are summed over, as those of all but packed ones."""
+        inner, outer = (math.prod(part) for part in (w.shape[: len(summed[1])], w.shape[len(summed[1]) :]))
+        if tuple(summed[1]) != tuple(range(len(summed[1]))) or not transposable(inner):
+            return in_eight_bits(x, w)
+        one = (((1,), (1,)), ((), ()))
+        x, of_outputs = x.reshape(x.shape[0], -1), transposed(w.reshape(inner, outer))
+        y = lax.dot_general(x, of_outputs, one, preferred_element_type=accumulator).astype(dtype)
+        return y.reshape(y.shape[0], *w.shape[len(summed[1]) :])
+
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
         operands = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # which holds them exactly
         return lax.dot_general(*operands, dimensions, preferred_element_type=jnp.float32).astype(dtype)
 
     on_tpu = in_eight_bits if multiplies(x.dtype) else widened
-    return lax.platform_dependent(x, w, cuda=in_eight_bits, tpu=on_tpu, default=widened)
+    return lax.platform_dependent(x, w, cuda=on_gpu, tpu=on_tpu, default=widened)

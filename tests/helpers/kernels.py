@@ -57,6 +57,7 @@ def lowered_for_cuda(function: Callable, *args) -> str:
     known = inspect.signature(AbstractDevice).parameters
     device = dict(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
     device = AbstractDevice(**{name: value for name, value in device.items() if name in known})
-    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    targets = ("__gpu$xla.gpu.triton", "LayoutConstraint")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()

@@ -34,6 +34,7 @@ from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import choose, decode_sized, matmul
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes
+from inferlib.ops.transposed_bytes import transposed
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards, planned_shards
@@ -247,7 +248,15 @@ def test_gpus_multiply_eight_bits_by_eight_bits(name, operands):
     x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS, "bfloat16")
     text = lowered_for_cuda(partial(matmul, contract=2), x, w)
     products = [line for line in text.splitlines() if "dot_general" in line]  # of all platforms
-    assert sum(f"(tensor<256x6x16x{operands}>, tensor<6x16x3x8x{operands}>)" in line for line in products) == 1
+    assert sum(f"(tensor<256x96x{operands}>, tensor<24x96x{operands}>)" in line for line in products) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_bytes_are_transposed_in_words(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(scale=30, size=(24, 10)), dtype)
+    got = jax.jit(transposed)(x)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.astype(jnp.float32), x.astype(jnp.float32).T)
 
 
 def test_experts_do_not_round_their_tokens(tmp_path):
