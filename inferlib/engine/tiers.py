@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -124,22 +124,20 @@ class Tiers(PageSource):
     def save(self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...]) -> None:
         """It waits if too many pages or snapshots are on their way to the host."""
         self._save_places(cache, snapshots)
-        evicted, self._evicted = self._evicted, {}
+        evicted, self._evicted = {page: key for key, page in self._evicted.items()}, {}
         cache = self.plan.part(cache, of_rows=False)
-        for batch in self._batches(list(evicted.items()), [*evicted.values()]):
+        for pages in self.transfer.batches(evicted):
             while len(self._saving) > _MOST_SAVING and (others := list(self._saving.values())):
                 wait(others[:1])
-            pages = [page for _, page in batch]
             blocks = self.transfer.read(cache, pages)
-            self._bring(blocks, [key for key, _ in batch], partial(self.transfer.cut, blocks, pages))
+            self._bring(blocks, [evicted[page] for page in pages], partial(self.transfer.cut, blocks, pages))
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         restored, self._restored = self._restored, {}
         under_way: list[Any] = []
         of_pages = self.plan.part(cache, of_rows=False)
-        for batch in self._batches(list(restored.items()), [*restored]):
-            pages, contents = zip(*batch, strict=True)
-            of_pages, blocks = self.transfer.write(of_pages, pages, contents)
+        for pages in self.transfer.batches(restored):
+            of_pages, blocks = self.transfer.write(of_pages, pages, [restored[page] for page in pages])
             under_way.append(blocks)
             if len(under_way) > _AHEAD:
                 jax.block_until_ready(under_way.pop(0))
@@ -184,14 +182,6 @@ class Tiers(PageSource):
 
     def _on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk
-
-    def _batches(self, items: list, pages: Items[int]) -> Iterator[list]:
-        """The items in batches that one call of a program takes. pages: of each."""
-        of_replica: dict[int, list] = {}
-        for item, page in zip(items, pages, strict=True):
-            of_replica.setdefault(page // self.transfer.each, []).append(item)
-        for first in range(0, max(map(len, of_replica.values()), default=0), CALL_PAGES):
-            yield [item for of_one in of_replica.values() for item in of_one[first : first + CALL_PAGES]]
 
     def _bring(self, blocks: Items[jax.Array], keys: list[bytes], cut: Callable[[], list[Page]]) -> Future:
         """Begin to bring to the host what was read. cut: makes a content for each key of the blocks."""

@@ -8,7 +8,7 @@ with their scales are two. Whatever the layers and their layouts, it is a copy o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -91,6 +91,14 @@ class EntryTransfer:
 
     def prepare_write(self) -> None:
         _ = self._write
+
+    def batches(self, pages: Iterable[int]) -> Iterator[list[int]]:
+        """Pages in batches that one call reads or writes."""
+        of_replica: dict[int, list[int]] = {}
+        for page in pages:
+            of_replica.setdefault(page // self.each, []).append(page)
+        for first in range(0, max(map(len, of_replica.values()), default=0), self.most):
+            yield [page for of_one in of_replica.values() for page in of_one[first : first + self.most]]
 
     def read(self, cache: tuple[jax.Array, ...], pages: Sequence[int]) -> tuple[jax.Array, ...]:
         """Blocks of some pages, which `cut` takes: at most `most` of each replica, numbered as all replicas' together.

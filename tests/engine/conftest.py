@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from inferlib import LLM, Buckets
+from inferlib.engine.fetch_rule import FetchRule
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.sequences import GREEDY, run, sequence
 from tests.helpers.shared_beginnings import PENALIZED, SAMPLED, build_tight
@@ -31,6 +32,12 @@ def alone(tight):
         return tokens(kind, tuple(prompt), count, [GREEDY, SAMPLED, PENALIZED].index(params), seed)
 
     return of
+
+
+@pytest.fixture
+def always_fetched(monkeypatch) -> None:
+    """What a tier has is fetched, however fast a tiny model computes."""
+    monkeypatch.setattr(FetchRule, "choose", lambda self, *_: {"host": True, "disk": True})
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from inferlib.cache.host_tier import page_keys
 from inferlib.cache.prefix_tree import encoded
 from inferlib.config import ConfigurationError
-from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.places import places_of
 from inferlib.engine.tiers import Tiers
 from inferlib.programs.counter import compilations
@@ -32,12 +31,7 @@ from tests.helpers.shared_beginnings import (
 )
 
 MUCH = 1 << 26
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """What a tier has is fetched, however fast a tiny model computes."""
-    monkeypatch.setattr(FetchRule, "choose", lambda self, *_: {"host": True, "disk": True})
+pytestmark = pytest.mark.usefixtures("always_fetched")
 
 
 @pytest.mark.parametrize("kind", BESIDE_KINDS)

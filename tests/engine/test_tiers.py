@@ -18,7 +18,6 @@ from inferlib.cache.host_tier import HostTier, key_of, page_keys
 from inferlib.cache.prefix_tree import PrefixTree, encoded
 from inferlib.config import ConfigurationError
 from inferlib.engine.engine import Engine
-from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.programs.counter import compilations
 from inferlib.sharding.shards import Shards
@@ -38,13 +37,8 @@ from tests.helpers.shared_beginnings import (
 )
 
 SLOW = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("always_fetched")
 ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) for kind in PAGED]
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """Pages are fetched, however fast a tiny model computes."""
-    monkeypatch.setattr(FetchRule, "choose", lambda self, *_: {"host": True, "disk": True})
 
 
 def page_bytes(llm: LLM) -> int:
