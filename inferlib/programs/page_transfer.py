@@ -265,8 +265,11 @@ def write_pages(
 
 def _cells(x: jax.Array, dim: int, pages: jax.Array) -> jax.Array:
     """[N, ...] flat: the cells of pages, which are a dimension of x. Those before it are merged with it, as in
-    `row_changes`: a TPU's compiler would copy stacked latents as a whole."""
+    `row_changes`: a TPU's compiler would copy stacked latents as a whole. One page is a slice, as the compiler copies
+    rings as a whole to gather one."""
     count, stack = x.shape[dim], math.prod(x.shape[:dim])
+    if pages.shape[0] == 1:
+        return lax.dynamic_index_in_dim(x, jnp.minimum(pages[0], count - 1), dim).reshape(1, -1)
     rows = jnp.arange(stack)[None, :] * count + jnp.minimum(pages, count - 1)[:, None]
     cells = x.reshape(-1, *x.shape[dim + 1 :]).at[rows.reshape(-1)].get(mode="clip")
     return cells.reshape(pages.shape[0], -1)
@@ -274,7 +277,9 @@ def _cells(x: jax.Array, dim: int, pages: jax.Array) -> jax.Array:
 
 def _with_cells(x: jax.Array, dim: int, pages: jax.Array, cells: jax.Array) -> jax.Array:
     """x with the cells [N, ...] of pages. On CPUs one page follows the other, as XLA would copy an array of bfloat16
-    twice."""
+    twice; and one alone is written as a slice."""
+    if pages.shape[0] == 1:
+        return _one_by_one(dim, x, pages, cells)
     return lax.platform_dependent(x, pages, cells, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
 
 
