@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, LayerSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
@@ -38,8 +38,11 @@ class Block(nnx.Module):
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
         heads = layout.heads(spec.attention)
-        if isinstance(spec.attention, MlaSpec):
-            self.attn: Any = Mla(spec.attention, heads, config.dim, dtype)
+        mixes = not is_absent(spec.attention)
+        if not mixes:
+            self.attn: Any = None
+        elif isinstance(spec.attention, MlaSpec):
+            self.attn = Mla(spec.attention, heads, config.dim, dtype)
         elif isinstance(spec.attention, Recurrent):
             self.attn = spec.attention.build(heads, config.dim, dtype)
         else:
@@ -49,7 +52,8 @@ class Block(nnx.Module):
         elif spec.mlp is not None:
             self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
-            self.pre_attn_norm = norm()
+            if mixes:
+                self.pre_attn_norm = norm()
             if not spec.parallel and spec.mlp is not None:
                 self.pre_mlp_norm = norm()
         if spec.post_norm:
@@ -151,6 +155,16 @@ class PreNormBlock(Block):
             for w, contract in products
         )
         return all(choice.name != "xla" for choice in choices)
+
+
+class FeedForwardBlock(Block):
+    """x += mlp(norm(x)): a layer without a mixer, whose cache has no arrays (Nemotron-H)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        with jax.named_scope("mlp"):
+            residual, y = self.pre_mlp_norm.read(residual, ctx.shards)
+            branch, load = self.feed(y, ctx, layer)
+            return residual.plus(branch, ctx.shards, self.scale), cache, load
 
 
 class SandwichBlock(Block):
@@ -268,8 +282,15 @@ class GeneralBlock(Block):
         return x + (out if self.scale == 1.0 else out * self.scale)
 
 
+def is_absent(mixer: Mixer) -> bool:
+    """True in a layer that is a feed-forward alone."""
+    return isinstance(mixer, Recurrent) and mixer.absent
+
+
 def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:
     """The class of a layer's block."""
+    if is_absent(spec.attention):
+        return FeedForwardBlock
     defers = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred for layer in config.layers)
     normed = spec.normed or (isinstance(spec.mlp, MoeSpec) and spec.mlp.separate_norms)
     extended = config.streams > 1 or config.per_layer is not None or spec.laurel or spec.scaled

@@ -443,6 +443,9 @@ class LayerSpec:
         both = self.pre_norm and self.post_norm and not (apart or self.parallel or self.scaled)
         _require(not self.norms_sums or both, "norms of sums need norms before and after each branch and nothing else")
         two = self.parallel or self.post_norm or self.laurel
+        alone = isinstance(self.attention, Recurrent) and self.attention.absent
+        simple = self.mlp is not None and self.pre_norm and not (two or apart or self.normed or self.scaled)
+        _require(not alone or simple, "a layer without a mixer has a feed-forward, a norm before it and nothing else")
         _require(
             self.mlp is not None or (self.pre_norm and not two),
             "a layer without a feed-forward has a norm before its attention, and neither others nor parallel branches",

@@ -43,6 +43,7 @@ class Recurrent:
     """
 
     title: ClassVar[str]
+    absent: ClassVar[bool] = False  # a layer without a mixer, see `mixers.no_mixer`
     rope: ClassVar[None] = None
     reach: ClassVar[None] = None
     cache_of: ClassVar[None] = None

@@ -21,6 +21,7 @@ from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
+from inferlib.models.blocks import is_absent
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.pieces import Arrange, Piece
@@ -367,8 +368,9 @@ def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
     stage, number = ("", number) if config.loop is None else config.loop.stage(number)
     mixer = feed = family.prefix.format(i=number, stage=stage)
     if family.halves:
-        first = layer + sum(spec.mlp is not None for spec in config.layers[:layer])
-        mixer, feed = (family.prefix.format(i=first + half) for half in range(2))
+        mixes = [not is_absent(spec.attention) for spec in config.layers]
+        first = sum(mixes[:layer]) + sum(spec.mlp is not None for spec in config.layers[:layer])
+        mixer, feed = (family.prefix.format(i=first + half) for half in (0, mixes[layer]))
 
     def full(part: str, module: str) -> str:
         if "{layer}" in module:

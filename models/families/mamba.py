@@ -25,6 +25,7 @@ from inferlib.models.families.common import (
 from inferlib.models.families.granite import DEFAULTS as GRANITE_DEFAULTS
 from inferlib.models.families.granite import FUSED_LAYER, with_multipliers
 from inferlib.models.mixers.mamba2 import Mamba2Spec
+from inferlib.models.mixers.no_mixer import NoMixer
 
 _ANY_STEP = (0.0, float("inf"))
 # Older names of kinds of layers, and their letters in Nemotron-H's patterns.
@@ -152,7 +153,8 @@ def _nemotron_experts(hf: Hf) -> MoeSpec:
 def _paired(
     kinds: Sequence[str], mixers: Mapping[str, Mixer], feeds: Mapping[str, MlpSpec | MoeSpec]
 ) -> list[LayerSpec]:
-    """Pair each mixer with the feed-forward that follows it, if there is one."""
+    """Pair each mixer with the feed-forward that follows it, if there is one. Further feed-forwards are layers without
+    a mixer."""
     layers = []
     for number, kind in enumerate(kinds):
         if kind in mixers:
@@ -160,7 +162,7 @@ def _paired(
         elif number and kinds[number - 1] in mixers:
             layers[-1] = LayerSpec(layers[-1].attention, feeds[kind])
         else:
-            raise ConfigError(f"layer {number} is a feed-forward that follows no mixer, which is not supported")
+            layers.append(LayerSpec(NoMixer(), feeds[kind]))
     return layers
 
 

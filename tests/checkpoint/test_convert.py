@@ -51,7 +51,7 @@ SHAPES = {
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
     "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     # States of two groups, which are copied, a layer without a feed-forward.
-    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "mlp"]}),
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
     "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),

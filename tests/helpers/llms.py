@@ -55,8 +55,8 @@ TINY: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 2, "layer_types": [_LINEAR, _FULL]},
     # Linear attention and latent attention.
     "kimi_linear": {"layer_types": [_LINEAR, _FULL], "num_hidden_layers": 2},
-    # A stacked pattern of a state space layer and attention with a feed-forward, repeated twice.
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"] * 2},
+    # A stacked pattern of a state space layer, attention with a feed-forward and one alone, repeated twice.
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mlp"] * 2},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     # Stacked: a pattern of two layers that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},

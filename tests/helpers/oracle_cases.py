@@ -408,6 +408,7 @@ CASES = [
         | {"n_groups": 3, "use_conv_bias": False, "mlp_bias": True}
         | {"time_step_min": 0.7, "time_step_limit": [0.7, float("inf")]},
     ),
+    Case("nemotron-h-feeds", "nemotron_h", {"layers_block_type": ["mlp", "mamba", *["mlp"] * 3, "attention", "mlp"]}),
     Case(
         "nemotron-h-moe",
         "nemotron_h",

@@ -175,7 +175,7 @@ OLDER_CONFIGS = [
     ),
     (
         "nemotron_h",
-        {"hybrid_override_pattern": "M-M*-ME*E", "mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False}
+        {"hybrid_override_pattern": "-M-M*---ME*E", "mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False}
         | {"mamba_dt_limit": [0.001, 0.5]},
     ),
     (
@@ -411,7 +411,6 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "lacks 'top_k_experts'"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, r"layers of kinds \['X'\]"),
         ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 64}, "moe_latent_size=64"),
-        ("nemotron_h", {"hybrid_override_pattern": "M--M"}, "layer 2 is a feed-forward that follows no mixer"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "2 layer_types for 13 layers"),
         ("granitemoehybrid", {"time_step_limit": None}, "lacks 'time_step_limit'"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "the least and the largest step"),

@@ -87,10 +87,11 @@ SHAPES = {
     "olmo_hybrid": ("olmo_hybrid", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
     # Convolutions and states of 3 heads, and latents.
     "kimi_linear": ("kimi_linear", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
-    # States of two groups of three heads, which share a norm; a layer without a feed-forward; experts without gates.
+    # States of two groups of three heads, which share a norm; a layer without a feed-forward, and one without a mixer;
+    # experts without gates.
     "nemotron_h": (
         "nemotron_h",
-        {"layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 5, "num_experts_per_tok": 2}
+        {"layers_block_type": ["mamba", "attention", "moe", "moe"], "n_routed_experts": 5, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56},
     ),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
