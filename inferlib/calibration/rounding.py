@@ -142,8 +142,9 @@ def inverse_factor(h: jax.Array) -> jax.Array | None:
         lower = scipy.linalg.cholesky(reversed_h, lower=True, overwrite_a=True)
     except (np.linalg.LinAlgError, ValueError):
         return None
-    factor = scipy.linalg.solve_triangular(lower[::-1, ::-1], np.eye(len(lower)), lower=False)
-    return jnp.asarray(factor, jnp.float32)
+    (trtri,) = scipy.linalg.get_lapack_funcs(("trtri",), (lower,))
+    inverse, _ = trtri(lower, lower=1)
+    return jnp.asarray(inverse[::-1, ::-1], jnp.float32)
 
 
 def _inverse_factor_on_device(h: jax.Array) -> jax.Array | None:
