@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inferlib.async_llm import AsyncLLM, AsyncStream
     from inferlib.calibration.calibrate import calibrate
+    from inferlib.calibration.fuse import FusionReport, fuse_feed_forwards
     from inferlib.calibration.report import CalibrationReport
     from inferlib.config import Buckets, EngineConfig, EngineOptions
     from inferlib.conversion import convert
@@ -47,6 +48,7 @@ _MODULES = {
     "EngineConfig": "inferlib.config",
     "EngineOptions": "inferlib.config",
     "Evaluation": "inferlib.evaluation.evaluate",
+    "FusionReport": "inferlib.calibration.fuse",
     "Logprob": "inferlib.outputs",
     "ModelExplanation": "inferlib.deploy.explain",
     "Parallelism": "inferlib.sharding.mesh",
@@ -68,6 +70,7 @@ _MODULES = {
     "evaluate_tasks": "inferlib.evaluation.score_tasks",
     "explain": "inferlib.deploy.explain",
     "export": "inferlib.exporting",
+    "fuse_feed_forwards": "inferlib.calibration.fuse",
     "plan": "inferlib.deploy.plan",
 }
 
@@ -85,6 +88,7 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "Evaluation",
+    "FusionReport",
     "Logprob",
     "ModelExplanation",
     "Parallelism",
@@ -106,6 +110,7 @@ __all__ = [
     "evaluate_tasks",
     "explain",
     "export",
+    "fuse_feed_forwards",
     "plan",
 ]
 

@@ -12,12 +12,11 @@ import numpy as np
 
 from inferlib.calibration.forward import devices_for
 from inferlib.calibration.job import Job
+from inferlib.calibration.opened import unquantized
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import CalibrationReport
 from inferlib.calibration.store import opened
-from inferlib.checkpoint.laid_out import LaidOutWeights, write_manifest
-from inferlib.checkpoint.shipped import QuantizedSource
-from inferlib.checkpoint.source import CheckpointError
+from inferlib.checkpoint.laid_out import write_manifest
 from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
@@ -59,7 +58,7 @@ def calibrate(
     recipe = Recipe.read(method, quantization)
     if jax.process_count() > 1:
         raise ConfigurationError("a calibration runs in one process: start one, without --coordinator")
-    files = _unquantized(ModelFiles.open(model, revision, progress=show))
+    files = _original(ModelFiles.open(model, revision, progress=show))
     assert files.tokenizer is not None
     windows = data.windows(files.tokenizer, files.config.context)
     job = Job.make(files, recipe, quantization, dtype)
@@ -84,20 +83,11 @@ def calibrate(
     )
 
 
-def _unquantized(files: ModelFiles) -> ModelFiles:
+def _original(files: ModelFiles) -> ModelFiles:
     """Raise CheckpointError or ConfigError for a model that cannot be calibrated."""
-    if isinstance(files.source, QuantizedSource):
-        raise CheckpointError(f"{files.path} is quantised already: calibrate the original")
-    if isinstance(files.source, LaidOutWeights):
-        form = "quantised" if files.source.quantization else "converted"
-        raise CheckpointError(f"{files.path} is {form} already: calibrate the original")
     if files.config.loop is not None:
         raise ConfigError(
             f"{files.config.family} repeats layers, and a calibration runs each once: leave it out and give `LLM` "
             "quantization, which rounds weights as they are loaded"
         )
-    if files.tokenizer is None:
-        raise CheckpointError(
-            f"{files.path} has no tokenizer, which makes tokens of the text: put tokenizer.json there"
-        )
-    return files
+    return unquantized(files, "calibrate")

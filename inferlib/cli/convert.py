@@ -26,6 +26,14 @@ def convert(
     merge_adapter: Annotated[
         Path | None, typer.Option(help="Directory of a LoRA adapter, as PEFT writes it, to add to the weights.")
     ] = None,
+    fuse_ffn: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT.JSONL",
+            help="Compute feed-forwards that follow one another side by side, as one; the text (4,096 tokens of it) "
+            "tells how far results are from the original's.",
+        ),
+    ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(help="Mesh to split the files for, such as tp=8; other meshes can load them too."),
@@ -37,12 +45,21 @@ def convert(
     """
     import jax
 
+    from inferlib.calibration.fuse import fuse_feed_forwards
+    from inferlib.config import ConfigurationError
     from inferlib.conversion import convert
     from inferlib.sharding.mesh import Parallelism
+    from inferlib.texts import TextSample
 
     with user_errors():
         mesh = Parallelism.parse(parallel or "")
         jax.config.update("jax_platforms", "cpu")
+        if fuse_ffn is not None:
+            if parallel or merge_adapter:
+                raise ConfigurationError("--fuse-ffn takes neither --parallel nor --merge-adapter: leave them out")
+            stored: dict[str, Any] = dict(dtype=dtype, quantization=quantization, revision=revision)
+            Console().print(fuse_feed_forwards(model, out, data=TextSample(fuse_ffn, tokens=4096), **stored))
+            return
         if mesh.devices > 1:
             jax.config.update("jax_num_cpu_devices", mesh.devices)
         options: dict[str, Any] = dict(revision=revision, merge_adapter=merge_adapter)

@@ -48,6 +48,8 @@ from inferlib.models.families import (
     smollm3,
 )
 from inferlib.models.families.common import Family, options_of
+from inferlib.models.ffn_fusion import KEY as FUSED
+from inferlib.models.ffn_fusion import fused_config
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
@@ -173,4 +175,5 @@ def _of_text(hf: dict[str, Any], name: str, families: list[Family]) -> Family:
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face config dictionary; raises ConfigError if it is not supported."""
-    return family_of(hf).config(hf)
+    config = family_of(hf).config(hf)
+    return fused_config(config) if hf.get(FUSED) is True else config

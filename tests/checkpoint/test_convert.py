@@ -540,3 +540,6 @@ def test_info_and_errors_of_the_command(checkpoint, converted, tmp_path):
     assert "exists; remove it" in error_of(inferlib("convert", inferlib.model, converted("smollm2")))
     assert "cannot read 'tp:2'" in error_of(inferlib("convert", inferlib.model, tmp_path / "x", "--parallel", "tp:2"))
     assert "is not supported" in error_of(inferlib("convert", inferlib.model, tmp_path / "x", "--dtype", "int8"))
+    fuse = ("convert", inferlib.model, tmp_path / "x", "--fuse-ffn", tmp_path / "text.jsonl")
+    assert "leave them out" in error_of(inferlib(*fuse, "--parallel", "tp=2"))
+    assert "has no tokenizer" in error_of(inferlib(*fuse))

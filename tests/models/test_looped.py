@@ -12,7 +12,7 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cache.plan import plan_cache
-from inferlib.calibration.calibrate import _unquantized
+from inferlib.calibration.calibrate import _original
 from inferlib.checkpoint.eagle3 import new_head
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
@@ -199,7 +199,7 @@ def test_unsupported_options_are_named(hf, message):
 def test_what_runs_layers_once_is_refused(paths):
     files = ModelFiles.open(paths["huginn"])
     with pytest.raises(ConfigError, match="huginn_raven repeats layers, and a calibration runs each once"):
-        _unquantized(files)
+        _original(files)
     with pytest.raises(ConfigError, match="an EAGLE-3 head takes states of layers that run once"):
         new_head(files.config, 64)
     for parallel in ("tp=2,rules=tp_sp", "cp=2,tp=2,rules=tp2d"):
