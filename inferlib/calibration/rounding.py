@@ -16,6 +16,7 @@ import numpy as np
 import scipy.linalg
 from jax import lax
 
+from inferlib.calibration.coordinate_descent import descend
 from inferlib.ops.quantized import Scheme, exponent_code, largest_value, quantize, round_scales, round_values
 
 Rounding = Literal["nearest", "clip", "gptq"]
@@ -64,6 +65,9 @@ def _round_by_gptq(
     each = jnp.repeat(scales, group, axis=0)[order]
     values = gptq(w[order], each, factor, scheme)
     values = jnp.zeros_like(values).at[order].set(values)
+    if scheme.group is not None:
+        damped = h + DAMPING * jnp.mean(jnp.diag(h)) * jnp.eye(h.shape[0], dtype=h.dtype)
+        values, scales = descend(w, values, scales, damped, scheme)
     return _better(w, h, (values, scales), to_nearest(w, scheme, group))
 
 
