@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,15 @@ import numpy as np
 from rich.table import Table
 
 from inferlib.calibration.forward import LayerwiseForward
-from inferlib.calibration.layer_weights import Weights
-from inferlib.calibration.opened import unquantized
-from inferlib.checkpoint.assemble import LoadItem
-from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
-from inferlib.checkpoint.load import load_item, plan_load
+from inferlib.calibration.opened import OriginalWeights, unquantized
+from inferlib.checkpoint.laid_out import quiet, save_weights, stored_model, write_manifest
 from inferlib.config import check_dtype, check_flag, checked_output
 from inferlib.conversion import output_directory
 from inferlib.evaluation.statistics import Mean, Scores
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.families import family_of
 from inferlib.models.ffn_fusion import KEY, fused_config, fused_layers, fused_weights
 from inferlib.progress import CountProgress, on_terminal
-from inferlib.sharding.shards import Shards
 from inferlib.tables import Part, Tables
 from inferlib.texts import TextSample
 
@@ -107,25 +101,25 @@ class _Fusion:
     """Both models, layer by layer, on the same windows [N, W]. target: the fused model as it is stored."""
 
     def __init__(self, files: ModelFiles, target: AbstractModel, windows: np.ndarray):
-        self.files, self.target, self.windows = files, target, windows
-        self.original = stored_model(files.config, "float32", None)
-        fused = stored_model(target.config, "float32", None)
-        self.walks = LayerwiseForward(self.original, windows), LayerwiseForward(fused, windows)
-        self._outside = self._load(None)
+        self.config, self.target, self.windows = files.config, target, windows
+        original, fused = (stored_model(config, "float32", None) for config in (files.config, target.config))
+        self.walks = LayerwiseForward(original, windows), LayerwiseForward(fused, windows)
+        self.originals = OriginalWeights(files, original)
+        self._outside = self.originals.load(None)
 
     def weights(self, bar: CountProgress) -> Iterator[tuple[WeightSpec, tuple[jax.Array, ...]]]:
         """The fused model's weights as they are stored, while the windows run through both models."""
         before, after = self.walks
         for walk in self.walks:
             walk.begin(self._outside)
-        groups = fused_layers(self.files.config)
+        groups = fused_layers(self.config)
         for block, specs in groupby(self.target.weights, key=lambda spec: spec.block):
             values = self._outside
             if block is not None:
-                layers = [self._load(number) for number in groups[block]]
+                layers = [self.originals.load(number) for number in groups[block]]
                 for number, layer in zip(groups[block], layers, strict=True):
                     before.advance(number, layer)
-                values = fused_weights(self.files.config, layers)
+                values = fused_weights(self.config, layers)
                 after.advance(block, values)
                 bar.advance(1)
             for spec in specs:
@@ -138,20 +132,3 @@ class _Fusion:
         divergences = [score.divergence for score in scores if score.divergence is not None]
         agreements = [score.agreement for score in scores if score.agreement is not None]
         return Mean.of(divergences), Mean.of(agreements)
-
-    @cached_property
-    def _items(self) -> dict[int | None, list[LoadItem]]:
-        """What to read of the checkpoint, by layer. Raises CheckpointError if it does not hold the model."""
-        items: dict[int | None, list[LoadItem]] = {}
-        assert not isinstance(self.files.source, LaidOutWeights)
-        for item in plan_load(self.files.source, family_of(self.files.hf), self.original):
-            items.setdefault(item.weight.block, []).append(item)
-        return items
-
-    def _load(self, layer: int | None) -> Weights:
-        """A layer's original weights, or those outside the layers, in float32."""
-        source, weights = self.files.source, {}
-        assert not isinstance(source, LaidOutWeights)
-        for item in self._items[layer]:
-            (weights[item.weight.part],) = load_item(source, item, self.original, Shards(), lambda _: None, [None])
-        return weights

@@ -16,6 +16,7 @@ from inferlib.calibration.forward import LayerwiseForward, Recorded
 from inferlib.calibration.layer_weights import LayerParts, Weights
 from inferlib.calibration.low_rank import round_with_branch
 from inferlib.calibration.matrices import MatrixForm
+from inferlib.calibration.opened import OriginalWeights
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import MatrixReport
 from inferlib.calibration.rotation import (
@@ -30,18 +31,15 @@ from inferlib.calibration.rotation import (
 from inferlib.calibration.rounding import round_matrix
 from inferlib.calibration.smoothing import sites, smooth
 from inferlib.calibration.store import Store
-from inferlib.checkpoint.assemble import LoadItem
-from inferlib.checkpoint.laid_out import LaidOutWeights, stored_model
-from inferlib.checkpoint.load import load_item, plan_load
+from inferlib.checkpoint.laid_out import stored_model
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.observed import InputSums
 from inferlib.progress import CountProgress
-from inferlib.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -157,22 +155,12 @@ class Job:
         return [spec.part for spec in _specs(self.target, layer) if spec.scheme]
 
     @cached_property
-    def items(self) -> dict[int | None, list[LoadItem]]:
-        """What to read of the checkpoint, by layer. Raises CheckpointError if it does not hold the model."""
-        source, items = self.files.source, {}
-        assert not isinstance(source, LaidOutWeights)
-        for item in plan_load(source, family_of(self.files.hf), self.original):
-            items.setdefault(item.weight.block, []).append(item)
-        return items
+    def _originals(self) -> OriginalWeights:
+        return OriginalWeights(self.files, self.original)
 
     def load(self, layer: int | None) -> Weights:
-        """The original weights of a layer, float32."""
-        source = self.files.source
-        assert not isinstance(source, LaidOutWeights)
-        weights = {}
-        for item in self.items[layer]:
-            (weights[item.weight.part],) = load_item(source, item, self.original, Shards(), lambda _: None, [None])
-        return weights
+        """The original weights of a layer, float32. Raises CheckpointError if the checkpoint lacks them."""
+        return self._originals.load(layer)
 
     def outside_weights(self) -> Weights:
         """The weights outside the layers, rotated if the recipe says so; those that are not quantised as they will be
