@@ -35,6 +35,7 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
         raise CheckpointError(
             f"{files.path} is no directory that inferlib quantize, or inferlib convert --quantization, wrote: write one"
         )
+    files.must_have_published_layers()
     if "model_type" not in files.hf:
         raise CheckpointError(
             f"{files.path / 'config.json'} has no model_type, by which other libraries know the model: add it"

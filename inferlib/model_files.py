@@ -28,6 +28,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.families.common import LOOP_STEPS
+from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.adapter_factors import AdapterFactors
@@ -169,8 +170,9 @@ class ModelFiles:
         return replace(stored, name=quantization.name, scheme=quantization.scheme)  # the same weights, other products
 
     def must_take_adapters(self) -> None:
-        """Raise CheckpointError if a calibration changed what products multiply: adapters are trained for inputs of the
-        original, and would change others."""
+        """Raise CheckpointError if feed-forwards were fused, or if a calibration changed what products multiply:
+        adapters are trained for the layers and the inputs of the original, and would change others."""
+        self.must_have_published_layers()
         if not (self.path / CALIBRATION).is_file():
             return
         try:
@@ -182,6 +184,14 @@ class ModelFiles:
             raise CheckpointError(
                 f"{self.path} was calibrated by {method}, and adapters do not fit what {moving[0]} made of the inputs "
                 "of products: calibrate the original by gptq or clip"
+            )
+
+    def must_have_published_layers(self) -> None:
+        """Raise CheckpointError if feed-forwards were fused: the layers are not those that other libraries know."""
+        if self.hf.get(FUSED) is True:
+            raise CheckpointError(
+                f"{self.path} has fused feed-forwards, so its layers are not those that adapters and other libraries "
+                "know: take the original"
             )
 
     @property

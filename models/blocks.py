@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import AttentionSpec, LayerSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
@@ -21,7 +21,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel
 from inferlib.models.layout import Layout
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import Recurrent, is_absent
 from inferlib.models.stream import Branch, Residual
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.matmul import Activations, choose, whole
@@ -38,8 +38,7 @@ class Block(nnx.Module):
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
         heads = layout.heads(spec.attention)
-        mixes = not is_absent(spec.attention)
-        if not mixes:
+        if is_absent(spec.attention):
             self.attn: Any = None
         elif isinstance(spec.attention, MlaSpec):
             self.attn = Mla(spec.attention, heads, config.dim, dtype)
@@ -51,11 +50,10 @@ class Block(nnx.Module):
             self.mlp = Moe(spec.mlp, layout, dtype)
         elif spec.mlp is not None:
             self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
-        if spec.pre_norm:
-            if mixes:
-                self.pre_attn_norm = norm()
-            if not spec.parallel and spec.mlp is not None:
-                self.pre_mlp_norm = norm()
+        if spec.pre_norm and not is_absent(spec.attention):
+            self.pre_attn_norm = norm()
+        if spec.pre_norm and not spec.parallel and spec.mlp is not None:
+            self.pre_mlp_norm = norm()
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
         if spec.scaled:
@@ -280,11 +278,6 @@ class GeneralBlock(Block):
         if scales is not None:
             return y * scales[0] + out * scales[1]
         return x + (out if self.scale == 1.0 else out * self.scale)
-
-
-def is_absent(mixer: Mixer) -> bool:
-    """True in a layer that is a feed-forward alone."""
-    return isinstance(mixer, Recurrent) and mixer.absent
 
 
 def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:

@@ -12,7 +12,7 @@ from math import ceil, comb
 from typing import ClassVar, Literal
 
 from inferlib.models.heads import HeadLayout, grouped_heads, separate_heads
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import Recurrent, is_absent
 
 
 class ConfigError(ValueError):
@@ -443,9 +443,11 @@ class LayerSpec:
         both = self.pre_norm and self.post_norm and not (apart or self.parallel or self.scaled)
         _require(not self.norms_sums or both, "norms of sums need norms before and after each branch and nothing else")
         two = self.parallel or self.post_norm or self.laurel
-        alone = isinstance(self.attention, Recurrent) and self.attention.absent
         simple = self.mlp is not None and self.pre_norm and not (two or apart or self.normed or self.scaled)
-        _require(not alone or simple, "a layer without a mixer has a feed-forward, a norm before it and nothing else")
+        _require(
+            simple or not is_absent(self.attention),
+            "a layer without a mixer has a feed-forward, a norm before it and nothing else",
+        )
         _require(
             self.mlp is not None or (self.pre_norm and not two),
             "a layer without a feed-forward has a norm before its attention, and neither others nor parallel branches",

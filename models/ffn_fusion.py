@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from inferlib.models.blocks import FeedForwardBlock, PreNormBlock, is_absent, kind_of_block
+from inferlib.models.blocks import FeedForwardBlock, PreNormBlock, kind_of_block
 from inferlib.models.config import ConfigError, MlpSpec, ModelConfig
+from inferlib.models.recurrent import is_absent
 
 KEY = "fused_feed_forwards"  # in config.json: true of a model that was fused
 _NORM = "pre_mlp_norm"

@@ -100,3 +100,8 @@ class Recurrent:
     def summary(self) -> str:
         """What `inferlib info` shows."""
         raise NotImplementedError
+
+
+def is_absent(mixer: object) -> bool:
+    """True for what stands in a mixer's place in a layer that is a feed-forward alone."""
+    return isinstance(mixer, Recurrent) and mixer.absent

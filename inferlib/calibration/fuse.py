@@ -16,7 +16,7 @@ from rich.table import Table
 from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.opened import OriginalWeights, unquantized
 from inferlib.checkpoint.laid_out import quiet, save_weights, stored_model, write_manifest
-from inferlib.config import check_dtype, check_flag, checked_output
+from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.conversion import output_directory
 from inferlib.evaluation.statistics import Mean, Scores
 from inferlib.model_files import ModelFiles
@@ -77,6 +77,8 @@ def fuse_feed_forwards(
     check_flag("progress", progress, optional=True)
     out, show = checked_output("out", out), on_terminal() if progress is None else progress
     sample = data if isinstance(data, TextSample) else TextSample(data)
+    if jax.process_count() > 1:
+        raise ConfigurationError("feed-forwards are fused in one process: start one, without --coordinator")
     files = unquantized(ModelFiles.open(model, revision, progress=show), "fuse")
     scheme = files.quantization(quantization)
     assert files.tokenizer is not None

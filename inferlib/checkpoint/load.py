@@ -21,11 +21,11 @@ from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
-from inferlib.models.blocks import is_absent
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.pieces import Arrange, Piece
 from inferlib.models.quantization import Quantization
+from inferlib.models.recurrent import is_absent
 from inferlib.ops.quantized import SCHEMES
 from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.programs.start_functions import run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from inferlib import Buckets, TextSample, fuse_feed_forwards
+from inferlib import Buckets, TextSample, export, fuse_feed_forwards
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
@@ -102,7 +102,11 @@ def test_what_cannot_be_fused(model, tmp_path, checkpoint):
         fuse_feed_forwards(checkpoint("llama"), tmp_path / "out", data=DATA, progress=False)
     with pytest.raises(ConfigError, match="needs RMS norms"):
         fuse_feed_forwards(checkpoint("gpt2"), tmp_path / "out", data=DATA, progress=False)
-    fuse_feed_forwards(model, tmp_path / "fused", data=DATA, progress=False)
-    with pytest.raises(CheckpointError, match="converted already: fuse the original"):
+    fuse_feed_forwards(model, tmp_path / "fused", data=DATA, quantization="int8", progress=False)
+    with pytest.raises(CheckpointError, match="quantised already: fuse the original"):
         fuse_feed_forwards(tmp_path / "fused", tmp_path / "out", data=DATA, progress=False)
+    with pytest.raises(CheckpointError, match="fused feed-forwards, so its layers are not those"):
+        export(tmp_path / "fused", tmp_path / "out", progress=False)
+    with pytest.raises(CheckpointError, match="adapters and other libraries know: take the original"):
+        build_llm(tmp_path / "fused", BUCKETS, max_adapters=2)
     assert not (tmp_path / "out").exists()
