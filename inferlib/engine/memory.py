@@ -18,7 +18,8 @@ from inferlib.programs.memory import Demand
 from inferlib.sharding import axes
 
 # The share of a device's memory for everything beside weights, cache and temporaries: code, the compiler's workspaces,
-# gaps between arrays. The code of unrolled layers on TPUs is 35 to 170 MB a program (Llama-3-8B on v5e).
+# gaps between arrays, pages on their way to and from other memories. The code of unrolled layers on TPUs is 35 to
+# 170 MB a program (Llama-3-8B on v5e).
 _MARGIN, _MARGIN_UNROLLED = 0.05, 0.15
 # By default, rings and states, which a row keeps whatever its length, take at most this share of the cache's memory.
 _OF_ROWS = 0.5

@@ -62,6 +62,16 @@ class PlaceTransfer:
         """Bytes of a place on the host."""
         return self.pages.nbytes + self._snapshots.nbytes
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the blocks of one place take on a device."""
+        return self.pages.call_bytes + self._snapshots.call_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        """The same of what a row gets."""
+        return self._rows.call_bytes
+
     def prepare(self) -> None:
         """Compile the programs, unless that is done."""
         self._snapshots.prepare_read()
@@ -80,9 +90,10 @@ class PlaceTransfer:
         return [page + of_row]
 
     def write(self, cache: tuple, row: int, of_row: Page) -> tuple[tuple, Any]:
-        """The cache, which is donated, with a row that has the second part of a place; and what is on its way."""
-        rows, blocks = self._rows.write(self.plan.part(cache, of_rows=True), [row], [of_row])
-        return self.plan.with_part(cache, rows, of_rows=True), blocks
+        """The cache, which is donated, with a row that has the second part of a place; and an array that is
+        there once it is written."""
+        rows, written = self._rows.write(self.plan.part(cache, of_rows=True), [row], [of_row])
+        return self.plan.with_part(cache, rows, of_rows=True), written
 
     def parts(self, place: Page) -> tuple[Page, Page]:
         """The page of a place, and what its row gets."""

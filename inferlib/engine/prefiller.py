@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
 from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
+from inferlib.engine import transit
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.page_source import PageSource
@@ -39,7 +40,6 @@ from inferlib.sharding.shards import Shards
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 512 << 20  # of blocks on the devices that decode, which lie there beside the cache
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -79,7 +79,7 @@ class Prefiller(PageSource):
         # What follows belongs to the engine's own thread.
         self._jobs: dict[Sequence, Job] = {}
         self._waiting: list[tuple[Fetch, tuple[Node, ...]]] = []  # pages for which there is no room yet
-        self._handed = 0  # bytes of blocks that are not written yet
+        self._handed = 0  # bytes of blocks on a device that are not written yet
         self._driving = False
 
     # ---- for the scheduler
@@ -213,12 +213,12 @@ class Prefiller(PageSource):
 
     def _hand_over(self) -> None:
         """Send pages to the devices that decode, as long as there is room for them."""
-        tree, size = self.engine.scheduler.pages[0].tree, CALL_PAGES * self._read.nbytes
+        tree, size = self.engine.scheduler.pages[0].tree, self._write.call_bytes
         while self._waiting and tree is not None:
             fetch, nodes = self._waiting[0]
             pages = [node.page for node in nodes[fetch.first :]]
             batches = [pages[first : first + CALL_PAGES] for first in range(0, len(pages), CALL_PAGES)]
-            if self._handed and self._handed + len(batches) * size > _MOST_BYTES:
+            if self._handed and self._handed + len(batches) * size > transit.MOST_BYTES:
                 return
             del self._waiting[0]
             try:
@@ -233,7 +233,7 @@ class Prefiller(PageSource):
     def _sent(self, batch: list[int]) -> list[tuple[Handed, SourceName]]:
         """Pages on their way to the devices that decode."""
         blocks = Blocks(self._write.received(self._read.read(self.engine.cache, batch)))
-        size = CALL_PAGES * self._read.nbytes
+        size = self._write.call_bytes
         finalize(blocks, self._thread.post, partial(self._freed, size)).atexit = False
         self._handed += size
         return [(Handed(blocks, place), "prefill") for place in range(len(batch))]

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
@@ -34,16 +34,14 @@ from inferlib.engine.fingerprint import fingerprint
 from inferlib.engine.page_source import PageSource
 from inferlib.engine.places import Leaving, PlaceTransfer, key_of_snapshot, places_of
 from inferlib.engine.sequence import Sequence
+from inferlib.engine.transit import Transit
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 log = logging.getLogger(__name__)
 
-_MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then
-_MOST_LEAVING = 4  # snapshots likewise, which are far larger
 _WRITING_BYTES = 2 << 30  # of pages on their way to files
 _MOST_FETCHES = 8  # sequences whose pages are on their way from a tier
-_AHEAD = 4  # calls whose pages may be on their way to the devices
 _TRIALS = 3
 
 
@@ -68,7 +66,7 @@ class Tiers(PageSource):
         self.dropped = 0
         self._evicted: dict[bytes, int] = {}  # pages to read before the next program, by key
         self._leaving: dict[bytes, Leaving] = {}  # snapshots likewise
-        self._under_way: list[Future] = []  # of snapshots
+        self._transit = Transit()
         self._rows: dict[int, Page] = {}  # what rows get before the next program
         self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
         self._writing: dict[bytes, Page] = {}
@@ -115,32 +113,30 @@ class Tiers(PageSource):
         best = float("inf")
         for _ in range(_TRIALS):
             start = time.perf_counter()
-            of_pages, blocks = self.transfer.write(of_pages, pages, contents)
-            jax.block_until_ready(blocks)
+            of_pages, written = self.transfer.write(of_pages, pages, contents)
+            jax.block_until_ready(written)
             best = min(best, time.perf_counter() - start)
         self.rule.link.add(len(pages) * self.transfer.nbytes, best)
         return self.plan.with_part(cache, of_pages, of_rows=False)
 
     def save(self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...]) -> None:
-        """It waits if too many pages or snapshots are on their way to the host."""
+        """It waits if too much is on its way (see `Transit`)."""
         self._save_places(cache, snapshots)
         evicted, self._evicted = {page: key for key, page in self._evicted.items()}, {}
         cache = self.plan.part(cache, of_rows=False)
         for pages in self.transfer.batches(evicted):
-            while len(self._saving) > _MOST_SAVING and (others := list(self._saving.values())):
-                wait(others[:1])
+            self._transit.make_room(self.transfer.call_bytes)
             blocks = self.transfer.read(cache, pages)
-            self._bring(blocks, [evicted[page] for page in pages], partial(self.transfer.cut, blocks, pages))
+            saving = self._bring(blocks, [evicted[page] for page in pages], partial(self.transfer.cut, blocks, pages))
+            self._transit.add_future(self.transfer.call_bytes, saving)
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         restored, self._restored = self._restored, {}
-        under_way: list[Any] = []
         of_pages = self.plan.part(cache, of_rows=False)
         for pages in self.transfer.batches(restored):
-            of_pages, blocks = self.transfer.write(of_pages, pages, [restored[page] for page in pages])
-            under_way.append(blocks)
-            if len(under_way) > _AHEAD:
-                jax.block_until_ready(under_way.pop(0))
+            self._transit.make_room(self.transfer.call_bytes)
+            of_pages, written = self.transfer.write(of_pages, pages, [restored[page] for page in pages])
+            self._transit.add_array(self.transfer.call_bytes, written)
         return self._with_rows(self.plan.with_part(cache, of_pages, of_rows=False))
 
     def settle(self) -> None:
@@ -202,18 +198,19 @@ class Tiers(PageSource):
         leaving, self._leaving = self._leaving, {}
         for key, place in leaving.items():
             assert self.places is not None
-            while len(self._under_way) >= _MOST_LEAVING:
-                wait([self._under_way.pop(0)])
+            self._transit.make_room(self.places.read_bytes)
             blocks = self.places.read(cache, snapshots, place)
-            self._under_way.append(self._bring(blocks, [key], partial(self.places.cut, blocks, place)))
+            saving = self._bring(blocks, [key], partial(self.places.cut, blocks, place))
+            self._transit.add_future(self.places.read_bytes, saving)
 
     def _with_rows(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """The cache, which is donated, with what rows get of places."""
         rows, self._rows = self._rows, {}
         for row, content in rows.items():
             assert self.places is not None
-            cache, blocks = self.places.write(cache, row, content)
-            jax.block_until_ready(blocks)
+            self._transit.make_room(self.places.write_bytes)
+            cache, written = self.places.write(cache, row, content)
+            self._transit.add_array(self.places.write_bytes, written)
         return cache
 
     def _saved(self, keys: list[bytes], future: Future) -> None:

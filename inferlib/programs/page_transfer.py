@@ -81,6 +81,11 @@ class EntryTransfer:
         """Bytes of a page on the host."""
         return sum(group.nbytes for group in self.groups)
 
+    @property
+    def call_bytes(self) -> int:
+        """Bytes that one call's blocks take on a device."""
+        return self.most * sum(group.nbytes // group.devices for group in self.groups)
+
     def prepare(self) -> None:
         """Compile both programs, unless that is done."""
         self.prepare_read()
@@ -106,15 +111,15 @@ class EntryTransfer:
         return self._read(cache, self._numbers(pages))
 
     def write(self, cache: tuple[jax.Array, ...], pages: Sequence[int], contents: Sequence[Page]) -> tuple[Any, Any]:
-        """The cache, which is donated, with these contents of pages, as many as `read` takes; and the blocks of them,
-        which are on their way to the devices."""
+        """The cache, which is donated, with these contents of pages, as many as `read` takes; and an array that is
+        there once they are written."""
         places, blocks = self._places(pages), []
         for i, group in enumerate(self.groups):
             whole = np.zeros((self.shards.replicas * self.most, *group.shape), jnp.dtype(group.dtype))
             for place, content in zip(places, contents, strict=True):
                 whole[place] = content[i]
             blocks.append(jax.device_put(whole, self._block_place(group)))
-        return self._write(cache, self._numbers(pages), tuple(blocks)), blocks
+        return self._write(cache, self._numbers(pages), tuple(blocks))
 
     def received(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Blocks that the transfer of an equal mesh of other devices read, on these devices."""
@@ -128,7 +133,7 @@ class EntryTransfer:
         replica, by their places in the blocks."""
         numbers = np.full((self.most, 1), self.each, np.int32)
         numbers[list(pages), 0] = list(pages.values())
-        return self._write(cache, numbers, blocks)
+        return self._write(cache, numbers, blocks)[0]
 
     def cut(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[Page]:
         """The pages of blocks that were read, on the host. It waits for the copies."""
@@ -180,7 +185,7 @@ class EntryTransfer:
 
     @cached_property
     def _write(self) -> Callable:
-        place = None if self.shards.mesh is None else tuple(x.sharding for x in self._cache)
+        place = None if self.shards.mesh is None else (tuple(x.sharding for x in self._cache), self._rows.sharding)
         count, static = self.shards.replicas * self.most, (self.shards, self._names, self.groups)
         blocks = tuple(self._struct((count, *g.shape), jnp.dtype(g.dtype), self._block_place(g)) for g in self.groups)
         return prepared(write_pages, static, self._cache, self._rows, blocks, place=place)
@@ -243,22 +248,23 @@ def write_pages(
     cache: tuple[jax.Array, ...],
     pages: jax.Array,
     blocks: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """The cache with the pages of blocks that `read_pages` made. A page that a replica does not have is padding."""
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The cache with the pages of blocks that `read_pages` made, and a small array to wait for. A page that a replica
+    does not have is padding."""
 
-    def local(cache: tuple[jax.Array, ...], pages: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def local(cache: tuple[jax.Array, ...], pages: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         new = list(cache)
         for group, block in zip(groups, blocks, strict=True):
             for part in group.parts:
                 cells = block[:, 0, part.first : part.first + part.size].reshape(-1, *part.shape)
                 new[part.index] = _with_cells(cache[part.index], part.dim, pages[:, 0], cells)
-        return tuple(new)
+        return tuple(new), pages + 1  # JAX would hand the pages themselves back before the program ends
 
     if shards.rules is None:
         return local(cache, pages, blocks)
-    specs = tuple(map(shards.rules.spec, names))
-    taken = specs, shards.rules.spec((axes.ROWS, None)), tuple(_block_spec(shards, group) for group in groups)
-    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(
+    specs, rows = tuple(map(shards.rules.spec, names)), shards.rules.spec((axes.ROWS, None))
+    taken = specs, rows, tuple(_block_spec(shards, group) for group in groups)
+    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=(specs, rows), check_vma=False)(
         cache, pages, blocks
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 from inferlib import LLM
 from inferlib.config import ConfigurationError
-from inferlib.engine import prefiller
+from inferlib.engine import transit
 from inferlib.engine.engine import Engine
 from inferlib.engine.prefiller import Prefiller, check_prefilling, prefiller_of
 from inferlib.programs.counter import compilations
@@ -65,7 +65,7 @@ def jobs() -> list[tuple[list[int], int, Any]]:
 @pytest.mark.parametrize("room", [1, 1 << 30])
 def test_tokens_are_those_of_one_engine(kind, room, apart, alone, monkeypatch):
     """With NaN in all free pages; a second time the pages are in the cache of the engine that decodes."""
-    monkeypatch.setattr(prefiller, "_MOST_BYTES", room)
+    monkeypatch.setattr(transit, "MOST_BYTES", room)
     with apart(kind) as (engine, source):
         poison(engine)
         poison(source.engine)
