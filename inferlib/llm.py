@@ -44,6 +44,7 @@ from inferlib.engine.text import OutputText
 from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
+from inferlib.models.depth import checked_depth
 from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
@@ -673,6 +674,7 @@ class LLM:
         encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
         params = token_table.with_token_ids(params, encode)
         params.validate_for(vocab)
+        checked_depth(params.depth, self.model_config)
         if params.chosen_with_host and self._channel:
             name = "logits_processors" if params.logits_processors else "structured_outputs"
             raise ValueError(f"{name} run in one process, and several processes share this model")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from inferlib.attention_values import SharedPrefixes
 from inferlib.models.config import ModelConfig, RopeSpec
+from inferlib.models.depth import Depths
 from inferlib.models.layers.rope import rope_angles
 from inferlib.ops.adapted_matmul import AdaptedWeight, adapted_matmul
 from inferlib.ops.backend import Backend
@@ -79,8 +80,9 @@ class StepContext:
     so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
     weights have no adapters. selected (static): how many blocks of a row decode attention reads where the cache has
     summaries of them; None: all. sparse (static): how chunks list the blocks that they attend to; None: they attend to
-    all. dropped [R] int32: how many positions before a row's tokens its cache no longer has; None: it has all. The
-    batch, table and limit number a row's cells without them, and `positions` count them.
+    all. depths: how many steps of a loop's core each row takes; None: all. dropped [R] int32: how many positions before
+    a row's tokens its cache no longer has; None: it has all. The batch, table and limit number a row's cells without
+    them, and `positions` count them.
     """
 
     batch: StepBatch
@@ -98,6 +100,7 @@ class StepContext:
     selected: int | None = None
     sparse: SparsePrefill | None = None
     dropped: jax.Array | None = None
+    depths: Depths | None = None
 
     @property
     def tokens(self) -> int:

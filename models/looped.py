@@ -2,7 +2,8 @@
 
 Before each step, the prelude's output e is injected into the state h. What an injection makes of e alone is the same at
 every step, so it is computed once. The first state of a position is always the same, drawn from the position's number:
-results depend on neither the batch, nor how a prompt is cut, nor what is cached of it.
+results depend on neither the batch, nor how a prompt is cut, nor what is cached of it. Rows may take fewer steps than
+others: their states stay as they are after these, and what the core makes of them then is not read.
 
 Shapes: T tokens; D width.
 """
@@ -26,6 +27,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.run_segment import Ran, run_segment
 from inferlib.models.segments import Segment
 from inferlib.models.stream import Residual
+from inferlib.ops.loops import most_trips
 from inferlib.sharding import axes
 
 EACH_STEP = "loop.injection."  # the beginning of names of weights that every step reads, beside those of the core
@@ -58,21 +60,33 @@ class Loop(nnx.Module):
         traced: dict,
     ) -> Ran:
         """Run the core; see `run_segment`. The caches hold the cells of each step, as those of stacked layers do."""
-        injected = self.injected(residual.x, ctx)
-        once = self.spec.steps == 1
+        injected, steps = self.injected(residual.x, ctx), self.spec.steps
+        once = steps == 1
+        depths = None if ctx.depths is None else ctx.depths.of(ctx.rows, steps)[:, None]
 
-        def step(carry, number):
+        def step(number, carry):
             state, caches = carry
             at = [replace(cache, layer=None if once else number) for cache in caches]
             with jax.named_scope("injection"):
                 x = self.injection(state, injected, ctx)
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
-            return (ran.residual.x, tuple(ran.caches)), None
+            x = ran.residual.x if depths is None else jnp.where(number < depths, ran.residual.x, state)
+            return x, tuple(ran.caches)
 
-        # The cache is carried: as an input and output of the scan it would exist twice.
-        carry, numbers = (self.first_state(ctx), tuple(caches)), jnp.arange(self.spec.steps, dtype=jnp.int32)
-        (state, caches), _ = lax.scan(step, carry, numbers)
+        # The cache is carried: as an input and output of the loop it would exist twice.
+        with most_trips(steps):
+            state, caches = lax.fori_loop(0, self.steps(ctx), step, (self.first_state(ctx), tuple(caches)))
         return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {})
+
+    def steps(self, ctx: StepContext) -> jax.Array | int:
+        """How many steps a pass runs: as many as any of its rows takes, on whatever replica."""
+        batch, depths = ctx.batch, ctx.depths
+        if depths is None or depths.whole:
+            return self.spec.steps
+        rows = jnp.concatenate([batch.chunk_rows, jnp.arange(batch.decode_lengths.size, dtype=jnp.int32)])
+        there = jnp.concatenate([batch.chunk_lengths, batch.decode_lengths]) > 0
+        most = jnp.max(jnp.where(there, depths.of(rows, self.spec.steps), 0), initial=0)
+        return ctx.shards.max(most, axes.ROWS)
 
     def injected(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """What every step injects of the prelude's output [T, D]."""

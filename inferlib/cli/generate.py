@@ -303,6 +303,9 @@ class SamplingArguments:
         float | None,
         typer.Option(help="Seconds after which a prompt's output ends, with the finish reason deadline."),
     ] = None
+    depth: Annotated[
+        int | None, typer.Option(help="How many steps of a looped model's core each token takes; by default all.")
+    ] = None
     json_schema: Annotated[
         Path | None,
         typer.Option(help="File of a JSON schema that the output fits. Or give --regex, --choice, --grammar."),

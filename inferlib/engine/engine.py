@@ -31,6 +31,7 @@ from inferlib.engine.step_times import Rehearsal, step_keys
 from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.depth import checked_depth
 from inferlib.outputs import FinishReason
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained, explanation
@@ -194,13 +195,15 @@ class Engine:
                 self.scheduler.itl.learn(mode, times)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, whose prompt and max_tokens together must be at most max_len."""
+        """Queue a sequence, whose prompt and max_tokens together must be at most max_len. Raises ValueError for a depth
+        that the model does not have."""
         if self.channel is not None and not self.channel.leads:
             raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
         if self._asleep is not None:
             raise RuntimeError("the model sleeps: call wake() first")
         if sequence.params.structured_outputs is not None and sequence.constraint is None:
             raise RuntimeError("a sequence with structured_outputs needs a constraint: see `Grammars`")
+        sequence.depth = checked_depth(sequence.params.depth, self.model.config)
         self.scheduler.add(sequence)
         self._deadlines.add(sequence)
 

@@ -345,6 +345,8 @@ class Scheduler:
         pages, changes = self.pages[replica], self.changes
         if self.adapters is not None:
             changes.adapters[s.row] = self.adapters.take(s.adapter)
+        if s.depth is not None:
+            changes.depths[s.row] = s.depth
         first = replica * pages.pool.count
         changes.snapshots += pages.restores(s, match)  # before pages are evicted, and the snapshot with them
         if copy := pages.start(s, match):

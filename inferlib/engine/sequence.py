@@ -46,8 +46,8 @@ class Sequence:
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
-    adapter: what changes the weights for it. salt: it takes cached pages of sequences with the same salt and adapter
-    alone.
+    adapter: what changes the weights for it. depth: the steps of a loop's core that it takes, 0 for all; None of models
+    that repeat no layers. salt: it takes cached pages of sequences with the same salt, adapter and depth alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
     page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
@@ -85,6 +85,7 @@ class Sequence:
     order: float = 0
     salt: str | None = None
     adapter: LoadedAdapter | None = None
+    depth: int | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -136,7 +137,8 @@ class Sequence:
     @property
     def cache_key(self) -> Hashable:
         """Sequences of another one have other cells for the same tokens, or must not share."""
-        return self.salt if self.adapter is None else (self.adapter.values.key, self.salt)
+        key = self.salt if self.adapter is None else (self.adapter.values.key, self.salt)
+        return ("depth", self.depth, key) if self.depth else key
 
     @property
     def may_be_active(self) -> bool:

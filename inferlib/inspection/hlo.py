@@ -119,7 +119,7 @@ class Instruction:
     @property
     def expected_trips(self) -> int | None:
         """The expected trips of a loop of unknown length, if it names them (see `inferlib.ops.loops`)."""
-        match = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
+        match = re.search(r'op_name="[^"]*\b(?:expected|most)_trips=(\d+)/while"', self.rest)
         return int(match[1]) if match and "known_trip_count" not in self.rest else None
 
     @property
@@ -277,7 +277,7 @@ class Module:
         for i in computation.instructions.values():
             if i.op == "while":
                 body, condition, trips = self.loop(i, times)
-                cost.balanced += i.expected_trips is not None
+                cost.balanced += i.expected_trips is not None and "expected_trips=" in i.rest
                 for part in (body, condition):
                     arguments = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
                     self._add(part, times * trips, arguments, cost)

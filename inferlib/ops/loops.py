@@ -12,3 +12,8 @@ def expected_trips(count: float) -> AbstractContextManager[Any, Any]:
     """A scope that marks the loops made in it: they run `count` times if load is balanced. `inferlib.inspection.hlo`
     reads the mark from compiled modules; it counts unmarked loops of unknown length once."""
     return jax.named_scope(f"expected_trips={max(round(count), 1)}")
+
+
+def most_trips(count: int) -> AbstractContextManager[Any, Any]:
+    """The same of loops that run at most `count` times, which is how often they count."""
+    return jax.named_scope(f"most_trips={count}")

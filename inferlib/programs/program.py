@@ -28,6 +28,7 @@ from inferlib.models.batch import StepBatch, StepContext, last_of_chunks
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
+from inferlib.models.depth import Depths
 from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
@@ -225,7 +226,7 @@ def build(
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
-    state = map_state(spec, config_axes(config, drafter))
+    state = map_state(spec, config_axes(model, config, drafter))
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade or (key.drafts and key.part == "forward") else more
     tally = config.speculation is not None and not key.chunks and not key.part
@@ -250,12 +251,16 @@ def build(
     )
 
 
-def config_axes(config: EngineConfig, drafter: ModelDrafter | None = None) -> Any:
-    """The logical axes of the rows' state that programs of a config take."""
-    there = {"adapters": config.adapters is not None, "compacted": config.compacted is not None}
-    if drafter is not None:
-        there |= {"features": bool(drafter.feature_layers), "pending": drafter.defers}
-    return state_axes(history=config.speculation is not None, **there)
+def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafter | None = None) -> Any:
+    """The logical axes of the rows' state that programs of a model and a config take."""
+    return state_axes(
+        history=config.speculation is not None,
+        adapter=config.adapters is not None,
+        features=drafter is not None and bool(drafter.feature_layers),
+        first=drafter is not None and drafter.defers,
+        dropped=config.compacted is not None,
+        depth=model.config.loop is not None,
+    )
 
 
 def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
@@ -377,6 +382,8 @@ class _Maker:
             ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
         )
         ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
+        if rows.depth is not None:
+            ctx = replace(ctx, depths=Depths(rows.depth, whole=config.counted))
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
@@ -757,7 +764,7 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first", "dropped"))
+        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first", "dropped", "depth"))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
         new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts})

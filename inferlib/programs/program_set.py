@@ -50,6 +50,7 @@ from inferlib.programs.row_changes import (
     Compact,
     Copy,
     Count,
+    Deepen,
     Grant,
     Move,
     Past,
@@ -60,12 +61,12 @@ from inferlib.programs.row_changes import (
     give_pages,
     move_rows,
     packed,
-    set_adapters,
     set_counts,
     set_history,
+    set_numbers,
 )
 from inferlib.programs.row_snapshots import restore_rows, save_rows
-from inferlib.programs.row_state import RowState, map_state
+from inferlib.programs.row_state import NUMBERS, RowState, map_state
 from inferlib.programs.start_functions import prepared, run
 from inferlib.programs.unsettled import sharding_of
 from inferlib.sampling.sampler import mask_words
@@ -300,13 +301,13 @@ class ProgramSet:
         if config.speculation is not None and drafter is not None and drafter.feature_layers:
             features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
         sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
-        pending = drafter is not None and drafter.defers
-        return (*sizes, history, config.adapters is not None, features, config.compacted is not None, pending)
+        numbers = tuple(name for name in NUMBERS if getattr(self.state_axes, name) is not None)
+        return (*sizes, history, features, numbers)
 
     @property
     def state_axes(self) -> Any:
         """The logical axes of the state's fields."""
-        return config_axes(self.config, self.drafter)
+        return config_axes(self.model, self.config, self.drafter)
 
     @property
     def state(self) -> RowState:
@@ -342,7 +343,13 @@ class ProgramSet:
     def _set_adapters(self) -> Callable:
         shards, adapter = self.config.shards, self.state.adapter
         place = shards.sharding(self.state_axes.adapter)
-        return prepared(set_adapters, (shards,), adapter, self._changes(Adapt), place=place)
+        return prepared(set_numbers, (shards,), adapter, self._changes(Adapt), place=place)
+
+    @cached_property
+    def _set_depths(self) -> Callable:
+        shards, depth = self.config.shards, self.state.depth
+        place = shards.sharding(self.state_axes.depth)
+        return prepared(set_numbers, (shards,), depth, self._changes(Deepen), place=place)
 
     @cached_property
     def _copy_pages(self) -> Callable:
@@ -412,6 +419,8 @@ class ProgramSet:
             _ = self._compact_rows
         if self.config.adapters is not None:
             _ = self._set_adapters, self.factors.write
+        if self.model.config.loop is not None:
+            _ = self._set_depths
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -436,6 +445,8 @@ class ProgramSet:
             state = state._replace(history=self._set_history(state.history, entries))
         for entries in self._calls([Adapt(row, slot) for row, slot in changes.adapters.items()]):
             state = state._replace(adapter=self._set_adapters(state.adapter, entries))
+        for entries in self._calls([Deepen(row, steps) for row, steps in changes.depths.items()]):
+            state = state._replace(depth=self._set_depths(state.depth, entries))
         return cache, state
 
     @cached_property

@@ -79,6 +79,13 @@ class Adapt(NamedTuple):
     slot: int
 
 
+class Deepen(NamedTuple):
+    """A row takes so many steps of a loop's core, see `RowState.depth`."""
+
+    row: int
+    steps: int
+
+
 class Compact(NamedTuple):
     """A row's cache is compacted, see `inferlib.programs.compaction`. cells: how many it has; 0: as many as its state
     says, if these are as many as rows that decode may have."""
@@ -87,7 +94,7 @@ class Compact(NamedTuple):
     cells: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt | Compact
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt | Deepen | Compact
 # How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
 _MOST: dict[type[Change], int] = {
     Grant: 256,
@@ -98,6 +105,7 @@ _MOST: dict[type[Change], int] = {
     Restore: 8,
     Past: 1024,
     Adapt: 64,
+    Deepen: 64,
     Compact: 8,
 }
 
@@ -106,7 +114,8 @@ _MOST: dict[type[Change], int] = {
 class Changes:
     """What happens before a program: moves, then what compacts rows, as their pages may be granted to others, then
     copies, all others behind them. copies: the source by the target. snapshots: in this order, as one's place may be
-    another's next. adapters: the slot by the row. compacted: the cells by the row."""
+    another's next. adapters: the slot by the row. depths: the steps by the row. compacted: the cells by the
+    row."""
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
@@ -115,6 +124,7 @@ class Changes:
     past: list[Past] = field(default_factory=list)
     snapshots: list[Save | Restore] = field(default_factory=list)
     adapters: dict[int, int] = field(default_factory=dict)
+    depths: dict[int, int] = field(default_factory=dict)
     compacted: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -128,6 +138,7 @@ class Changes:
         self.snapshots = [x for x in self.snapshots if isinstance(x, Save) or x.row != row]
         self.past = [token for token in self.past if token.row != row]
         self.adapters.pop(row, None)
+        self.depths.pop(row, None)
         self.compacted.pop(row, None)
 
     def copy(self, source: int, target: int) -> None:
@@ -190,14 +201,14 @@ def set_history(shards: Shards, history: jax.Array, entries: jax.Array) -> jax.A
     return _on_each(shards, local, STATE_AXES.history, history, entries)
 
 
-def set_adapters(shards: Shards, adapter: jax.Array, entries: jax.Array) -> jax.Array:
-    """`RowState.adapter` [R] with entries of `Adapt`, see `packed`."""
+def set_numbers(shards: Shards, numbers: jax.Array, entries: jax.Array) -> jax.Array:
+    """`RowState.adapter` or `RowState.depth` [R] with entries of `Adapt` or `Deepen`, see `packed`."""
 
-    def local(adapter: jax.Array, entries: jax.Array) -> jax.Array:
-        row, slot = entries.T
-        return adapter.at[row].set(slot, mode="drop")
+    def local(numbers: jax.Array, entries: jax.Array) -> jax.Array:
+        row, number = entries.T
+        return numbers.at[row].set(number, mode="drop")
 
-    return _on_each(shards, local, STATE_AXES.adapter, adapter, entries)
+    return _on_each(shards, local, STATE_AXES.adapter, numbers, entries)
 
 
 def _on_each(shards: Shards, local: Callable, names: tuple[str | None, ...], x: jax.Array, calls: jax.Array):

@@ -25,6 +25,8 @@ class RowState(NamedTuple):
     features [R, C, D], first [R]: what a model that drafts has yet to run, if it defers, see `Pending`; the former only
     if it reads hidden states.
     dropped [R]: positions before a row's last cell that its cache no longer has, if caches are compacted; else None.
+    depth [R]: how many steps of a loop's core the row takes, 0 for all, which `row_changes` alone changes; None of
+    models that repeat no layers.
     """
 
     token: jax.Array
@@ -41,6 +43,7 @@ class RowState(NamedTuple):
     features: jax.Array | None = None
     first: jax.Array | None = None
     dropped: jax.Array | None = None
+    depth: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -48,13 +51,11 @@ class RowState(NamedTuple):
         vocab: int,
         columns: int,
         history: int = 0,
-        adapters: bool = False,
         features: tuple[int, int, str] | None = None,
-        compacted: bool = False,
-        pending: bool = False,
+        numbers: tuple[str, ...] = (),
     ) -> RowState:
         """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some.
-        compacted: caches are compacted. pending: a model that drafts defers."""
+        numbers: which of `NUMBERS` there are."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -71,10 +72,8 @@ class RowState(NamedTuple):
             counts=jnp.zeros((rows, vocab), jnp.int32),
             pages=jnp.zeros((rows, columns), jnp.int32),
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
-            adapter=vector() if adapters else None,
             features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
-            first=vector() if pending else None,
-            dropped=vector() if compacted else None,
+            **{name: vector() for name in numbers},
         )
 
     def head(self, rows: int) -> RowState:
@@ -113,19 +112,21 @@ class RowState(NamedTuple):
         return state._replace(features=self.features.at[rows, 0].set(features, mode="drop"))
 
 
+NUMBERS = ("adapter", "first", "dropped", "depth")  # fields of a number of each row, which a state may lack
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
-    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2, _ROW, *_PENDING, _ROW]
+    [
+        *[*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2],
+        *[_ROW, *_PENDING, _ROW, _ROW],
+    ]
 )
 
 
-def state_axes(
-    *, history: bool, adapters: bool, features: bool = False, compacted: bool = False, pending: bool = False
-) -> Any:
-    """The logical axes of the fields of a state with or without these; None of those that it lacks."""
-    there = {"history": history, "adapter": adapters, "features": features, "first": pending, "dropped": compacted}
+def state_axes(**there: bool) -> Any:
+    """The logical axes of the fields of a state, None of those that it lacks. there: by the names of optional fields,
+    whether it has them."""
     return STATE_AXES._replace(**{name: None for name, present in there.items() if not present})
 
 

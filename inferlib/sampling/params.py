@@ -70,6 +70,8 @@ class SamplingParams:
             its fields. Nothing else that is said here lets another token through: where `min_tokens` or `ignore_eos`
             would go on after a complete text, the output ends. The batch it runs in takes single steps. Needs the extra
             `inferlib[structured]` and a tokenizer.
+        depth: of a looped model (Huginn, Parcae), how many steps of its core each token of the prompt and the output
+            takes, at least 1 and at most its `loop_steps`. None: all.
     """
 
     n: int = 1
@@ -97,6 +99,7 @@ class SamplingParams:
     deadline: float | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_OUTPUTS)
@@ -123,6 +126,8 @@ class SamplingParams:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.deadline is not None and not (is_a(Real, self.deadline) and 0 < self.deadline < math.inf):
             raise ValueError(f"deadline must be seconds above 0, got {self.deadline!r}")
+        if self.depth is not None:
+            check_int("depth", self.depth, 1)
         most = self.truncate_prompt_tokens
         if most is not None and not (is_a(Integral, most) and most == -1):
             check_int("truncate_prompt_tokens", most, 1)

@@ -21,7 +21,7 @@ _NO_SOUND = "this server reads and writes text"
 _SAMPLED = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "deadline"), float),
-    **dict.fromkeys(("top_k", "seed", "n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs"), int),
+    **dict.fromkeys(("top_k", "seed", "n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs", "depth"), int),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), bool),
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words"), list),
 }

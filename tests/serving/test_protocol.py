@@ -51,6 +51,7 @@ FIELDS = (
         "cache_salt",
         "deadline",
         "truncate_prompt_tokens",
+        "depth",
     ),
     *(
         "presence_penalty",
