@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from inferlib.cache.host_memory import as_numpy
 from inferlib.cache.host_tier import KEY_BYTES, Page
 from inferlib.config import ConfigurationError
 
@@ -97,7 +98,7 @@ class DiskTier:
     def write(self, key: bytes, page: Page) -> None:
         """Store a page, unless the disk is full or broken, which is logged once."""
         name = self._name(key)
-        arrays = [np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for array in page]
+        arrays = [np.ascontiguousarray(as_numpy(array)).view(np.uint8).reshape(-1).data for array in page]
         size = _HEAD.size + sum(array.nbytes for array in arrays)
         head = _HEAD.pack(_MAGIC, self.model, key, size - _HEAD.size, _digest(*arrays))
         self._make_room(size)

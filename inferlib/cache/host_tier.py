@@ -8,12 +8,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import TypeAlias
 
-import numpy as np
-
+from inferlib.cache.host_memory import OnHost
 from inferlib.cache.prefix_tree import Node
 
 # The cells of a page, as `inferlib.programs.page_transfer` cuts them: nobody writes to these arrays.
-Page: TypeAlias = tuple[np.ndarray, ...]
+Page: TypeAlias = tuple[OnHost, ...]
 KEY_BYTES = 20
 
 

@@ -49,8 +49,8 @@ class PlaceTransfer:
     def __init__(self, plan: CachePlan, shards: Shards, pages: PageTransfer):
         self.plan, self.pages = plan, pages
         each, rows = plan.snapshots // shards.replicas, plan.rows // shards.replicas
-        self._snapshots = EntryTransfer(plan.snapshot_arrays, shards, each, 1)
-        self._rows = EntryTransfer(plan.part(plan.arrays, of_rows=True), shards, rows, 1)
+        self._snapshots = EntryTransfer(plan.snapshot_arrays, shards, each, 1, pages.memory)
+        self._rows = EntryTransfer(plan.part(plan.arrays, of_rows=True), shards, rows, 1, pages.memory)
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -84,10 +84,15 @@ class PlaceTransfer:
 
     def cut(self, blocks: Sequence[jax.Array], leaving: Leaving) -> list[Page]:
         """The place on the host. It waits for the copies."""
-        count = len(self.pages.groups)
+        count = self.pages.blocks
         (page,) = self.pages.cut(blocks[:count], [leaving.page])
         (of_row,) = self._snapshots.cut(blocks[count:], [leaving.number])
         return [page + of_row]
+
+    def hosted(self, place: Page) -> Page:
+        """A place from elsewhere, such as a file, as those on the host are."""
+        page, of_row = self.parts(place)
+        return self.pages.hosted(page) + self._snapshots.hosted(of_row)
 
     def write(self, cache: tuple, row: int, of_row: Page) -> tuple[tuple, Any]:
         """The cache, which is donated, with a row that has the second part of a place; and an array that is
@@ -97,7 +102,7 @@ class PlaceTransfer:
 
     def parts(self, place: Page) -> tuple[Page, Page]:
         """The page of a place, and what its row gets."""
-        count = len(self.pages.groups)
+        count = len(self.pages.forms)
         return place[:count], place[count:]
 
 

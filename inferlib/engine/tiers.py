@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from inferlib.cache.disk_tier import DiskTier, Form, check_folder
+from inferlib.cache.disk_tier import DiskTier, check_folder
 from inferlib.cache.host_tier import HostTier, Page, key_of, nbytes_of, page_keys
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
@@ -311,20 +311,21 @@ class Tiers(PageSource):
         """Bring the rest of the pages of a fetch, up to the first that is gone."""
         for key in fetch.keys[len(fetch.pages) :]:
             place = self.places if fetch.place and key is fetch.keys[-1] else None
-            if (loaded := self._loaded(key, (place or self.transfer).forms)) is None:
+            if (loaded := self._loaded(key, place or self.transfer)) is None:
                 break
             fetch.pages.append(loaded)
 
-    def _loaded(self, key: bytes, forms: tuple[Form, ...]) -> tuple[Page, SourceName] | None:
+    def _loaded(self, key: bytes, transfer: PageTransfer | PlaceTransfer) -> tuple[Page, SourceName] | None:
         if (saving := self._saving.get(key)) is not None:
             return saving.result()[key], "host"
         if (content := self._at_hand(key)) is not None:
             return content, "host"
         start = time.perf_counter()
-        if self.disk is None or (content := self.disk.read(key, forms)) is None:
+        if self.disk is None or (content := self.disk.read(key, transfer.forms)) is None:
             return None
         self.rule.disk.add(nbytes_of(content), time.perf_counter() - start)
         if self.host is not None:
+            content = transfer.hosted(content)
             self._store(key, content)
         return content, "disk"
 

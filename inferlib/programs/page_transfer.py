@@ -1,8 +1,9 @@
 """Pages between the cache and host memory, by two small programs: one reads pages, one writes them. Rings and states of
 rows go the same way.
 
-On the host a page is a few flat arrays, one for each dtype and way in which devices split cells: int8 keys and values
-with their scales are two. Whatever the layers and their layouts, it is a copy of bytes.
+On the host a page is a few flat arrays, which devices copy as they are: of each device one for each dtype and way in
+which cells are split. Int8 keys and values with their scales on one device are two. Whatever the layers and their
+layouts, it is a copy of bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from inferlib.cache.disk_tier import Form
+from inferlib.cache.host_memory import HostMemory, reachable
 from inferlib.cache.host_tier import Page
 from inferlib.cache.plan import CacheArray, CachePlan
 from inferlib.programs.start_functions import prepared
 from inferlib.sharding import axes
+from inferlib.sharding.mesh import Device
 from inferlib.sharding.shards import Shards
 
 CALL_PAGES = 8  # pages of each replica that one call reads or writes
@@ -43,8 +46,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Arrays of one dtype that the same mesh axes split. Of a page they are one flat array [n, X]: X numbers of each of
-    the n devices."""
+    """Arrays of one dtype that the same mesh axes split. Of a page they are flat arrays [1, 1, X] of n devices."""
 
     dtype: str
     over: tuple[str, ...]
@@ -52,39 +54,64 @@ class Group(NamedTuple):
     parts: tuple[Part, ...]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.devices, sum(part.size for part in self.parts)
+    def numbers(self) -> int:
+        """X."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def form(self) -> Form:
+        return Form((1, 1, self.numbers), np.dtype(jnp.dtype(self.dtype)))
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        """Bytes of one of the arrays."""
+        return self.numbers * jnp.dtype(self.dtype).itemsize
+
+
+class DevicePart(NamedTuple):
+    """What a device has of a group's arrays: the part `number` of those of its replica."""
+
+    device: Device
+    replica: int
+    number: int
 
 
 class EntryTransfer:
     """Reads and writes entries, called pages here, of arrays that have equally many: pages, rows or snapshots. Its
     programs are compiled by `prepare`, or when they are needed.
 
-    each: entries of a replica. most: of each replica, that one call reads or writes.
+    On the devices what one call reads or writes are blocks [R, n, X] of the R replicas: for each of its pages one of
+    each group, those of the first page first.
+
+    each: entries of a replica. most: of each replica, that one call reads or writes. memory: where pages are on the
+    host.
     """
 
-    def __init__(self, arrays: Sequence[CacheArray], shards: Shards, each: int, most: int):
+    def __init__(
+        self, arrays: Sequence[CacheArray], shards: Shards, each: int, most: int, memory: HostMemory | None = None
+    ):
         self.arrays, self.shards, self.each, self.most = tuple(arrays), shards, each, most
-        self.groups = _groups(self.arrays, shards)
+        self.memory, self.groups = memory or HostMemory(), _groups(self.arrays, shards)
 
     @property
     def forms(self) -> tuple[Form, ...]:
         """Of the arrays of a page on the host."""
-        return tuple(Form(group.shape, np.dtype(jnp.dtype(group.dtype))) for group in self.groups)
+        return tuple(group.form for group in self.groups for _ in range(group.devices))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a page on the host."""
-        return sum(group.nbytes for group in self.groups)
+        return sum(group.devices * group.nbytes for group in self.groups)
+
+    @property
+    def blocks(self) -> int:
+        """How many one call has."""
+        return self.most * len(self.groups)
 
     @property
     def call_bytes(self) -> int:
         """Bytes that one call's blocks take on a device."""
-        return self.most * sum(group.nbytes // group.devices for group in self.groups)
+        return self.most * sum(group.nbytes for group in self.groups)
 
     def prepare(self) -> None:
         """Compile both programs, unless that is done."""
@@ -113,18 +140,14 @@ class EntryTransfer:
     def write(self, cache: tuple[jax.Array, ...], pages: Sequence[int], contents: Sequence[Page]) -> tuple[Any, Any]:
         """The cache, which is donated, with these contents of pages, as many as `read` takes; and an array that is
         there once they are written."""
-        places, blocks = self._places(pages), []
-        for i, group in enumerate(self.groups):
-            whole = np.zeros((self.shards.replicas * self.most, *group.shape), jnp.dtype(group.dtype))
-            for place, content in zip(places, contents, strict=True):
-                whole[place] = content[i]
-            blocks.append(jax.device_put(whole, self._block_place(group)))
-        return self._write(cache, self._numbers(pages), tuple(blocks))
+        of_replica: dict[int, list[Page]] = {}
+        for page, content in zip(pages, contents, strict=True):
+            of_replica.setdefault(page // self.each, []).append(content)
+        return self._write(cache, self._numbers(pages), self._sent(of_replica))
 
     def received(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Blocks that the transfer of an equal mesh of other devices read, on these devices."""
-        places = [self._block_place(group) or SingleDeviceSharding(jax.devices()[0]) for group in self.groups]
-        return tuple(jax.device_put(list(blocks), places))
+        return tuple(jax.device_put(list(blocks), self.most * self._places_of_blocks))
 
     def write_blocks(
         self, cache: tuple[jax.Array, ...], pages: Mapping[int, int], blocks: tuple[jax.Array, ...]
@@ -137,8 +160,61 @@ class EntryTransfer:
 
     def cut(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[Page]:
         """The pages of blocks that were read, on the host. It waits for the copies."""
-        whole = [np.asarray(block) for block in blocks]
-        return [tuple(block[place].copy() for block in whole) for place in self._places(pages)]
+        parts, devices = [], []
+        for place in self._places(pages):
+            replica, entry = divmod(place, self.most)
+            for group, layout in enumerate(self._layouts):
+                block = blocks[entry * len(self.groups) + group]
+                shards = {shard.device: shard.data for shard in block.addressable_shards}
+                for device in self._first(layout, replica):
+                    parts.append(shards[device])
+                    devices.append(device)
+        return self._pages(self.memory.copies(parts, devices))
+
+    def hosted(self, page: Page) -> Page:
+        """A page from elsewhere, such as a file, as those on the host are."""
+        devices = [device for layout in self._layouts for device in self._first(layout, 0)]
+        return self._pages(self.memory.copies(page, devices))[0]
+
+    def _pages(self, arrays: Sequence[Any]) -> list[Page]:
+        size = len(self.forms)
+        return [tuple(arrays[first : first + size]) for first in range(0, len(arrays), size)]
+
+    def _sent(self, of_replica: Mapping[int, Sequence[Page]]) -> tuple[jax.Array, ...]:
+        """Blocks of the contents of pages, which are on their way to the devices. Those beyond them are padding: the
+        last content of a device once more, which takes no memory."""
+        blank = [tuple(np.zeros(form.shape, form.dtype) for form in self.forms)]
+        sources, devices, first = [], [], 0
+        for group, layout in zip(self.groups, self._layouts, strict=True):
+            for part in layout:
+                for content in of_replica.get(part.replica) or blank:
+                    sources.append(reachable(content[first + part.number], part.device))
+                    devices.append(SingleDeviceSharding(part.device))
+            first += group.devices
+        sent = iter(jax.device_put(sources, devices))
+        blocks: list[list[jax.Array]] = [[] for _ in range(self.most)]
+        for group, layout, place in zip(self.groups, self._layouts, self._places_of_blocks, strict=True):
+            columns = [[next(sent) for _ in of_replica.get(part.replica) or blank] for part in layout]
+            for entry, of_entry in enumerate(blocks):
+                parts = [column[min(entry, len(column) - 1)] for column in columns]
+                of_entry.append(jax.make_array_from_single_device_arrays(self._block_shape(group), place, parts))
+        return tuple(block for of_entry in blocks for block in of_entry)
+
+    @cached_property
+    def _layouts(self) -> tuple[tuple[DevicePart, ...], ...]:
+        """What each device has of each group's blocks."""
+        layouts = []
+        for group, place in zip(self.groups, self._places_of_blocks, strict=True):
+            indices: Mapping[Device, Any] = place.addressable_devices_indices_map(self._block_shape(group))
+            firsts = ((device, index[0].start or 0, index[1].start or 0) for device, index in indices.items())
+            layouts.append(tuple(DevicePart(*first) for first in firsts))
+        return tuple(layouts)
+
+    @staticmethod
+    def _first(layout: tuple[DevicePart, ...], replica: int) -> list[Device]:
+        """Of each part of a replica, one of the devices that have it, in the order of parts."""
+        devices = {part.number: part.device for part in reversed(layout) if part.replica == replica}
+        return [device for _, device in sorted(devices.items())]
 
     def _places(self, pages: Sequence[int]) -> list[int]:
         """Where pages lie in a block: each replica has its own part of it."""
@@ -161,6 +237,14 @@ class EntryTransfer:
         mesh = self.shards.mesh
         return None if mesh is None else NamedSharding(mesh, _block_spec(self.shards, group))
 
+    @cached_property
+    def _places_of_blocks(self) -> list[NamedSharding | SingleDeviceSharding]:
+        """Where the blocks of each group are."""
+        return [self._block_place(group) or SingleDeviceSharding(jax.devices()[0]) for group in self.groups]
+
+    def _block_shape(self, group: Group) -> tuple[int, int, int]:
+        return self.shards.replicas, group.devices, group.numbers
+
     def _struct(self, shape: tuple[int, ...], dtype: Any, place: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
@@ -179,16 +263,16 @@ class EntryTransfer:
 
     @cached_property
     def _read(self) -> Callable:
-        place = None if self.shards.mesh is None else tuple(map(self._block_place, self.groups))
+        place = None if self.shards.mesh is None else self.most * tuple(map(self._block_place, self.groups))
         static = self.shards, self._names, self.groups
         return prepared(read_pages, static, self._cache, self._rows, place=place, donate=False)
 
     @cached_property
     def _write(self) -> Callable:
         place = None if self.shards.mesh is None else (tuple(x.sharding for x in self._cache), self._rows.sharding)
-        count, static = self.shards.replicas * self.most, (self.shards, self._names, self.groups)
-        blocks = tuple(self._struct((count, *g.shape), jnp.dtype(g.dtype), self._block_place(g)) for g in self.groups)
-        return prepared(write_pages, static, self._cache, self._rows, blocks, place=place)
+        static, groups = (self.shards, self._names, self.groups), self.groups
+        blocks = tuple(self._struct(self._block_shape(g), g.form.dtype, self._block_place(g)) for g in groups)
+        return prepared(write_pages, static, self._cache, self._rows, self.most * blocks, place=place)
 
 
 class PageTransfer(EntryTransfer):
@@ -214,7 +298,7 @@ def _groups(arrays: Sequence[CacheArray], shards: Shards) -> tuple[Group, ...]:
 
 
 def _block_spec(shards: Shards, group: Group) -> PartitionSpec:
-    """How a block [pages, n, X] lies on the mesh."""
+    """How a block [R, n, X] lies on the mesh."""
     return PartitionSpec(shards.mesh_axes(axes.PAGES) or None, group.over or None, None)
 
 
@@ -225,19 +309,20 @@ def read_pages(
     cache: tuple[jax.Array, ...],
     pages: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """A block [pages, n, X] of each group. pages: int32 [N, 1], each replica's by its own numbers."""
+    """Blocks [R, n, X], for each page one of each group. pages: int32 [R * N, 1], each replica's by its own numbers."""
 
     def local(cache: tuple[jax.Array, ...], pages: jax.Array) -> tuple[jax.Array, ...]:
-        blocks = []
+        of_groups = []
         for group in groups:
             cells = [_cells(cache[part.index], part.dim, pages[:, 0]) for part in group.parts]
-            blocks.append(jnp.concatenate(cells, axis=1)[:, None])
-        return tuple(blocks)
+            of_groups.append(jnp.concatenate(cells, axis=1)[:, None])
+        return tuple(x[page : page + 1] for page in range(pages.shape[0]) for x in of_groups)
 
     if shards.rules is None:
         return local(cache, pages)
     taken = tuple(map(shards.rules.spec, names)), shards.rules.spec((axes.ROWS, None))
-    specs = tuple(_block_spec(shards, group) for group in groups)
+    count = pages.shape[0] // shards.replicas
+    specs = count * tuple(_block_spec(shards, group) for group in groups)
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(cache, pages)
 
 
@@ -254,7 +339,8 @@ def write_pages(
 
     def local(cache: tuple[jax.Array, ...], pages: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         new = list(cache)
-        for group, block in zip(groups, blocks, strict=True):
+        for number, group in enumerate(groups):
+            block = jnp.concatenate(blocks[number :: len(groups)])
             for part in group.parts:
                 cells = block[:, 0, part.first : part.first + part.size].reshape(-1, *part.shape)
                 new[part.index] = _with_cells(cache[part.index], part.dim, pages[:, 0], cells)
@@ -263,7 +349,8 @@ def write_pages(
     if shards.rules is None:
         return local(cache, pages, blocks)
     specs, rows = tuple(map(shards.rules.spec, names)), shards.rules.spec((axes.ROWS, None))
-    taken = specs, rows, tuple(_block_spec(shards, group) for group in groups)
+    count = pages.shape[0] // shards.replicas
+    taken = specs, rows, count * tuple(_block_spec(shards, group) for group in groups)
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=(specs, rows), check_vma=False)(
         cache, pages, blocks
     )

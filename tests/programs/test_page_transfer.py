@@ -91,11 +91,11 @@ for transfer in (PageTransfer(large_plan(), shards), EntryTransfer(rings.arrays,
     groups, names = transfer.groups, tuple(x.axes for x in transfer.arrays)
     cache = tuple(make(x.shape, x.dtype) for x in transfer.arrays)
     numbers = make((transfer.most, 1), jnp.int32)
-    blocks = tuple(make((transfer.most, *group.shape), jnp.dtype(group.dtype)) for group in groups)
+    blocks = transfer.most * tuple(make(group.form.shape, group.form.dtype) for group in groups)
     for function, donated, more in ((read_pages, (), ()), (write_pages, (3,), (blocks,))):
         jitted = jax.jit(function, static_argnums=(0, 1, 2), donate_argnums=donated)
         compiled = jitted.lower(shards, names, groups, cache, numbers, *more).compile()
-        print(compiled.memory_analysis().temp_size_in_bytes)
+        print(compiled.memory_analysis().temp_size_in_bytes - transfer.call_bytes)
 """
 
 
