@@ -23,6 +23,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
     DEPTH,
     LANES,
     STEP,
+    TALL,
     LoadedMatrix,
     Weight,
     permute,
@@ -33,6 +34,8 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 ROWS = 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 X_ELEMENTS = 1 << 22  # of x at a time
+STEP_BYTES = 768 << 10  # memory brings so many in about twice the time that a step adds, on v5e, v6e and v7x
+WIDEST = 32  # most tiles of columns of a step of few rows
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,12 @@ class Blocks:
 def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: int) -> Blocks:
     """The default blocks of x [rows, inputs] times a weight [parts, inputs, columns] of `bits`, `group` to a scale.
 
-    About 2 MiB of a weight are copied at a time, in at least eight steps, so that the first copy is short.
+    About 2 MiB of a matrix are copied at a time. A small weight takes as many steps as balance what each adds, some
+    400 cycles, with what cannot overlap, the first copy and the last step.
     """
     most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
-    most = min(most, 8, max(columns // 8 // LANES, 2))
+    balanced = max(round((parts * inputs * columns * bits / 8 / STEP_BYTES) ** 0.5), 1)
+    most = min(most, by_vmem(WIDEST) if rows <= TALL else 8, pl.cdiv(columns, balanced * LANES))
     steps = pl.cdiv(columns, most * LANES)
     tall = max(min(by_vmem(X_ELEMENTS) // inputs, 512) // ROWS * ROWS, ROWS)
     even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
