@@ -413,11 +413,7 @@ class Engine:
             self.weights = self.adapters.write(self.weights)
             self.stats.adapter_loads, self.stats.adapter_evictions = self.adapters.loads, self.adapters.evictions
         if call.changes:
-            state: Any = self.state
-            self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
-            if call.changes.snapshots:
-                copied = self.programs.change_snapshots(self.cache, self.snapshots, call.changes)
-                self.cache, self.snapshots = copied
+            self._change(call.changes)
         if self.source is not None:
             self.cache = self.source.write(self.cache)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
@@ -426,6 +422,19 @@ class Engine:
                 leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
         return output
+
+    def _change(self, changes: Changes) -> None:
+        state: Any = self.state
+        self.cache, self.state = self.programs.change_rows(self.cache, state, changes)
+        if changes.snapshots:
+            self.cache, self.snapshots = self.programs.change_snapshots(self.cache, self.snapshots, changes)
+
+    def change_rows(self) -> None:
+        """Make at once what is to happen before the next dispatch: then all snapshots are saved."""
+        self.scheduler.follow_last()
+        if self.scheduler.changes:
+            self._change(self.scheduler.changes)
+            self.scheduler.changes = Changes()
 
     def _input(self, x: np.ndarray) -> jax.Array | np.ndarray:
         shards = self.config.shards

@@ -21,3 +21,8 @@ class Fetch:
     pending: bool = False
     cached: int | None = None
     place: int = 0
+
+    @property
+    def came(self) -> bool:
+        """Whether all pages came that were asked for by their keys, and some did."""
+        return 0 < len(self.pages) >= len(self.keys)

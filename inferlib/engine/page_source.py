@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from inferlib.cache.prefix_tree import Match, Node
-from inferlib.cache.snapshots import Snapshot
+from inferlib.cache.snapshots import Resumed, Snapshot
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.sequence import Sequence
 
@@ -25,6 +25,7 @@ class PageSource(ABC):
         self.page = page
         self.hit_tokens: dict[SourceName, int] = dict.fromkeys(names, 0)
         self._restored: dict[int, Any] = {}  # contents of pages to write before the next program
+        self._rows: dict[int, Any] = {}  # what rows get then, of places
         self._fetching: dict[Fetch, Future] = {}
 
     # ---- for the scheduler
@@ -47,6 +48,9 @@ class PageSource(ABC):
 
     def take(self, s: Sequence, match: Match) -> tuple[Match, list[Any]]:
         """What a sequence that starts takes of its engine's cache, and the contents of what it fetched behind that."""
+        self._rows.pop(s.row, None)  # of a sequence that lost the row since
+        if isinstance(match, Resumed):
+            return self._resumed(s, match)
         fetch, s.fetch = s.fetch, None
         column = len(match.nodes)
         if fetch is None or not fetch.first <= column < fetch.first + len(fetch.pages):
@@ -55,6 +59,30 @@ class PageSource(ABC):
         for _, source in pages:
             self.hit_tokens[source] += self.page
         return Match(match.nodes, None, (column + len(pages)) * self.page), [content for content, _ in pages]
+
+    def _resumed(self, s: Sequence, match: Resumed) -> tuple[Match, list[Any]]:
+        """`take` of a sequence that goes on from a place, if all that it fetched for that came. Its row gets what the
+        place has of one."""
+        fetch, s.fetch = s.fetch, None
+        if fetch is None or match.tokens >= fetch.place or not fetch.came:
+            return match, []
+        whole, column = fetch.place // self.page, (fetch.place - 1) // self.page
+        nodes = match.whole.nodes[:whole]  # all are written, or the sequence would wait
+        if len(nodes) < fetch.first:
+            return match, []
+        *pages, (content, source) = fetch.pages[len(nodes) - fetch.first :] or fetch.pages[-1:]
+        page, self._rows[s.row] = self._parts(content)
+        for _, of_page in pages:
+            self.hit_tokens[of_page] += self.page
+        contents = [content for content, _ in pages]
+        if len(nodes) <= column:
+            self.hit_tokens[source] += fetch.place - column * self.page
+            contents.append(page)
+        return Resumed(nodes, None, fetch.place, serves=fetch.place), contents
+
+    def _parts(self, place: Any) -> tuple[Any, Any]:
+        """The page of a place, and what its row gets."""
+        raise NotImplementedError
 
     def restore(self, pages: Iterable[int], contents: Iterable[Any]) -> None:
         """Write contents to pages before the next program, once pages are copied."""
@@ -66,7 +94,7 @@ class PageSource(ABC):
 
     def lose(self) -> None:
         """Forget what was to happen before the next program."""
-        self._restored = {}
+        self._restored, self._rows = {}, {}
 
     # ---- for the engine
 

@@ -74,7 +74,13 @@ class PlaceTransfer:
 
     def prepare(self) -> None:
         """Compile the programs, unless that is done."""
+        self.prepare_read()
+        self.prepare_write()
+
+    def prepare_read(self) -> None:
         self._snapshots.prepare_read()
+
+    def prepare_write(self) -> None:
         self._rows.prepare_write()
 
     def read(self, cache: tuple, snapshots: tuple, leaving: Leaving) -> tuple[jax.Array, ...]:
@@ -99,6 +105,17 @@ class PlaceTransfer:
         there once it is written."""
         rows, written = self._rows.write(self.plan.part(cache, of_rows=True), [row], [of_row])
         return self.plan.with_part(cache, rows, of_rows=True), written
+
+    def received(self, blocks: Sequence[jax.Array]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Blocks of a place that the transfer of an equal mesh of other devices read, on these devices: those of its
+        page, and what its row gets."""
+        count = self.pages.blocks
+        return self.pages.received(blocks[:count]), self._rows.received(blocks[count:])
+
+    def write_blocks(self, cache: tuple, row: int, blocks: tuple[jax.Array, ...]) -> tuple:
+        """The cache, which is donated, with a row that has the second of the blocks that it `received`."""
+        rows = self._rows.write_blocks(self.plan.part(cache, of_rows=True), {0: row}, blocks)
+        return self.plan.with_part(cache, rows, of_rows=True)
 
     def parts(self, place: Page) -> tuple[Page, Page]:
         """The page of a place, and what its row gets."""

@@ -4,7 +4,8 @@ the engine that decodes takes them over. So a long prompt does not stall the row
 
 To the engine that decodes this is one more source of pages: a sequence whose pages it does not have waits until they
 have come, others pass, and then it begins as behind a hit. What is left of the prompt, less than a page, it prefills
-itself. The engine that prefills has a prefix cache of its own.
+itself. The engine that prefills has a prefix cache of its own. Where rows keep rings and states, a snapshot of these is
+handed over with the page that its tokens end in (see `inferlib.engine.places`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -22,15 +23,17 @@ import jax
 from jax.sharding import Mesh
 
 from inferlib.cache.plan import CachePlan
-from inferlib.cache.prefix_tree import Match, Node, encoded
+from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
+from inferlib.cache.snapshots import Resumed, Snapshot, Snapshots
 from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
 from inferlib.engine import transit
 from inferlib.engine.engine import Engine
-from inferlib.engine.fetch import Fetch, SourceName
+from inferlib.engine.fetch import Fetch
+from inferlib.engine.handover import Blocks, Handed, HandedPlace, Handover, blocks_of
 from inferlib.engine.page_source import PageSource
+from inferlib.engine.places import Leaving
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.thread import EngineThread
-from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.params import SamplingParams
@@ -43,20 +46,6 @@ log = logging.getLogger(__name__)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(eq=False)
-class Blocks:
-    """Pages that were handed over, on the devices that decode, until they are written. See `PageTransfer`."""
-
-    arrays: tuple[jax.Array, ...]
-
-
-class Handed(NamedTuple):
-    """The content of a page: its place in some blocks."""
-
-    blocks: Blocks
-    place: int
-
-
 class Job(NamedTuple):
     """What is prefilled. target: the sequence that waits for it."""
 
@@ -64,21 +53,29 @@ class Job(NamedTuple):
     target: Sequence
 
 
+class Computed(NamedTuple):
+    """What waits for room. nodes: from the first page on. snapshot: of a place, whose page is that of the last node."""
+
+    fetch: Fetch
+    nodes: tuple[Node, ...]
+    snapshot: Snapshot | None
+
+
 class Prefiller(PageSource):
     """Prefills for another engine, whose thread makes all calls.
 
     engine: the one that prefills, in a thread of its own. plan, shards: of the other one's cache; the meshes are equal
-    but for their devices.
+    but for their devices. unit: see `ReplicaPages`.
     """
 
     def __init__(self, engine: Engine, plan: CachePlan, shards: Shards):
         super().__init__(plan.page, ("prefill",))
-        self.engine = engine
-        self._read, self._write = PageTransfer(engine.plan, engine.config.shards), PageTransfer(plan, shards)
+        self.engine, self.unit = engine, engine.config.prefill_unit
+        self._handover = Handover((engine.plan, engine.config.shards), (plan, shards))
         self._thread, self._waiter = EngineThread(), ThreadPoolExecutor(1, "inferlib-handover")
         # What follows belongs to the engine's own thread.
         self._jobs: dict[Sequence, Job] = {}
-        self._waiting: list[tuple[Fetch, tuple[Node, ...]]] = []  # pages for which there is no room yet
+        self._waiting: list[Computed] = []
         self._handed = 0  # bytes of blocks on a device that are not written yet
         self._driving = False
 
@@ -87,25 +84,20 @@ class Prefiller(PageSource):
     def take(self, s: Sequence, match: Match) -> tuple[Match, list[Handed]]:
         fetch, before = s.fetch, match.tokens
         match, pages = super().take(s, match)
-        if pages and fetch is not None and s.cached is None:
+        if match.tokens > before and fetch is not None and s.cached is None:
             s.cached = max(before, min(fetch.cached or 0, match.tokens))
         return match, pages
 
     # ---- for the engine
 
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        self._read.prepare()
-        self._write.prepare()
+        self._handover.prepare()
         return cache
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        restored, self._restored = self._restored, {}
-        of_blocks: dict[Blocks, dict[int, int]] = {}
-        for page, (blocks, place) in restored.items():
-            of_blocks.setdefault(blocks, {})[place] = page
-        for blocks, pages in of_blocks.items():
-            cache = self._write.write_blocks(cache, pages, blocks.arrays)
-        return cache
+        pages, rows = self._restored, self._rows
+        self._restored, self._rows = {}, {}
+        return self._handover.write(cache, pages, rows)
 
     def settle(self) -> None:
         while futures := list(self._fetching.values()):
@@ -150,14 +142,22 @@ class Prefiller(PageSource):
         self._thread.run(lambda: (function(),))
 
     def _begin(self, s: Sequence, match: Match) -> Fetch:
-        """Ask for the whole pages of a sequence behind a match."""
+        """Ask for the whole pages of a sequence behind a match, or for the last place and the pages before it."""
         fetch = Fetch(len(match.nodes))
-        if goes_apart(s, match, self.page):
-            fetch.pending = True
-            self._fetching[fetch] = Future()
-            twin = twin_of(s, (s.length - 1) // self.page * self.page)
-            self._thread.post(partial(self._add, twin, Job(fetch, s)))
+        if not goes_apart(s, match, self.page):
+            return fetch
+        tokens = (s.length - 1) // self.page * self.page
+        if isinstance(match, Resumed):
+            fetch.place = (s.length - 1) // self.unit * self.unit
+            fetch.first = min(len(match.whole.nodes), fetch.place // self.page)
+            tokens = fetch.place + 1  # a snapshot is saved where the last unit before a token ends
+        fetch.pending = True
+        self._fetching[fetch] = Future()
+        self._thread.post(partial(self._add, twin_of(s, tokens), Job(fetch, s)))
         return fetch
+
+    def _parts(self, place: HandedPlace) -> tuple[Handed, Blocks]:
+        return place.page, place.of_row
 
     def _end(self, fetch: Fetch) -> None:
         """What came of a fetch is in its pages."""
@@ -205,46 +205,66 @@ class Prefiller(PageSource):
             self.engine.cancel(twin)
             self._end(job.fetch)
             return
-        nodes = pages.tree.match(twin.cache_key, encoded(twin.prompt), len(twin.prompt)).nodes
-        pages.tree.refer(nodes)
         job.fetch.cached = twin.cached
-        self._waiting.append((job.fetch, nodes))
+        computed = self._computed(twin, job.fetch, pages.tree, pages.snapshots)
+        pages.tree.refer(computed.nodes)
+        self._waiting.append(computed)
         self._hand_over()
+
+    def _computed(self, twin: Sequence, fetch: Fetch, tree: PrefixTree, snapshots: Snapshots | None) -> Computed:
+        """What there is of a prompt: nothing if a snapshot that it needs is gone."""
+        match = tree.match(twin.cache_key, encoded(twin.prompt), fetch.place or len(twin.prompt))
+        if snapshots is None:
+            return Computed(fetch, match.nodes, None)
+        resumed, nodes = snapshots.resume(match), match.nodes if match.part is None else (*match.nodes, match.part)
+        if resumed.snapshot is None or resumed.tokens < fetch.place or nodes[-1].pending:
+            return Computed(fetch, (), None)
+        return Computed(fetch, nodes, resumed.snapshot)
 
     def _hand_over(self) -> None:
         """Send pages to the devices that decode, as long as there is room for them."""
-        tree, size = self.engine.scheduler.pages[0].tree, self._write.call_bytes
+        tree = self.engine.scheduler.pages[0].tree
         while self._waiting and tree is not None:
-            fetch, nodes = self._waiting[0]
-            pages = [node.page for node in nodes[fetch.first :]]
-            batches = [pages[first : first + CALL_PAGES] for first in range(0, len(pages), CALL_PAGES)]
-            if self._handed and self._handed + len(batches) * size > transit.MOST_BYTES:
+            computed = self._waiting[0]
+            has_place = computed.snapshot is not None
+            size = self._handover.nbytes(len(computed.nodes) - computed.fetch.first - has_place, has_place)
+            if self._handed and self._handed + size > transit.MOST_BYTES:
                 return
             del self._waiting[0]
             try:
-                sent = [handed for batch in batches for handed in self._sent(batch)]
+                sent = self._sent(computed)
             except Exception as error:  # memory, for one
                 log.warning("a prompt is prefilled beside decoding: its pages were not sent: %s", error)
                 sent = []
-            tree.release(nodes)
+            tree.release(computed.nodes)
             with suppress(RuntimeError):  # the interpreter ends
-                self._waiter.submit(self._arrived, fetch, sent)
+                self._waiter.submit(self._arrived, computed.fetch, sent)
 
-    def _sent(self, batch: list[int]) -> list[tuple[Handed, SourceName]]:
-        """Pages on their way to the devices that decode."""
-        blocks = Blocks(self._write.received(self._read.read(self.engine.cache, batch)))
-        size = self._write.call_bytes
-        finalize(blocks, self._thread.post, partial(self._freed, size)).atexit = False
-        self._handed += size
-        return [(Handed(blocks, place), "prefill") for place in range(len(batch))]
+    def _sent(self, computed: Computed) -> list[Handed | HandedPlace]:
+        """What is on its way to the devices that decode."""
+        nodes, engine, snapshot = computed.nodes[computed.fetch.first :], self.engine, computed.snapshot
+        if snapshot is None:
+            sent: list[Handed | HandedPlace] = [*self._handover.send(engine.cache, [node.page for node in nodes])]
+        elif snapshot.number < 0:  # another one took its place
+            return []
+        else:
+            engine.change_rows()
+            *pages, last = [node.page for node in computed.nodes]
+            leaving = Leaving(last, snapshot.number, snapshot.first, snapshot.last)
+            sent = [*self._handover.send(engine.cache, pages[computed.fetch.first :])]
+            sent.append(self._handover.send_place(engine.cache, engine.snapshots, leaving))
+        for blocks in {blocks for x in sent for blocks in blocks_of(x)}:
+            finalize(blocks, self._thread.post, partial(self._freed, blocks.nbytes)).atexit = False
+            self._handed += blocks.nbytes
+        return sent
 
     def _lose_waiting(self) -> None:
         """The engine failed, and pages that were not sent yet are lost with its cache."""
         pages = self.engine.scheduler.pages[0]
-        for fetch, nodes in self._waiting:
+        for computed in self._waiting:
             if pages.tree is not None:
-                pages.tree.release(nodes)
-            self._end(fetch)
+                pages.tree.release(computed.nodes)
+            self._end(computed.fetch)
         self._waiting = []
         pages.forget()
 
@@ -252,18 +272,20 @@ class Prefiller(PageSource):
         self._handed -= nbytes
         self._hand_over()
 
-    def _arrived(self, fetch: Fetch, sent: list[tuple[Handed, SourceName]]) -> None:
+    def _arrived(self, fetch: Fetch, sent: list[Handed | HandedPlace]) -> None:
         """Wait for pages in a thread for that, so that the devices that decode never do."""
         try:
-            jax.block_until_ready([content.blocks.arrays for content, _ in sent])
-            fetch.pages = sent
+            jax.block_until_ready([blocks.arrays for x in sent for blocks in blocks_of(x)])
+            fetch.pages = [(content, "prefill") for content in sent]
         except Exception as error:
             log.warning("a prompt is prefilled beside decoding: its pages did not come: %s", error)
         self._end(fetch)
 
 
 def goes_apart(s: Sequence, match: Match, page: int) -> bool:
-    """True if a sequence that begins with a match has whole pages more that others can prefill."""
+    """True if a sequence that begins with a match has whole pages more that others can prefill, or as many tokens."""
+    if isinstance(match, Resumed):
+        return s.takes_cached and s.length - 1 - match.tokens >= page
     return s.takes_cached and (s.length - 1) // page > len(match.nodes)
 
 
@@ -302,7 +324,7 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
     without, decided = programs.plan.no_prefix_caching(config), config.speculation
     reasons = {
         "run programs of their own, which artifacts do not have: leave artifacts out": compiled,
-        "hand over whole pages, and layers have a ring or a state of each row": any(programs.plan.of_rows),
+        "hand over pages, and all layers keep rings or states": all(programs.plan.of_rows),
         f"hand over pages that prompts share, and {without}": without is not None,
         "serve one replica: leave dp and ep out of parallel": config.shards.replicas > 1,
         "serve devices of one process": config.shards.several_processes,

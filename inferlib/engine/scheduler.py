@@ -172,7 +172,7 @@ class Scheduler:
             self.adapters.give_back(sequence.adapter)
         replica, row = divmod(sequence.row, self.config.rows)
         heapq.heappush(self._free[replica], row)
-        self._follow_last()
+        self.follow_last()
         self.changes.compacted.pop(sequence.row, None)
         self.changes.snapshots += self.pages[replica].give_back(sequence)
         sequence.row = -1
@@ -214,7 +214,7 @@ class Scheduler:
 
         max_steps: most decode steps of a dispatch.
         """
-        self._follow_last()
+        self.follow_last()
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
         if self._last is not None and self._repeats and steps == self._last.key.steps:
             # The usual case. After a wait, with cold caches, planning again would be half of the host's work.
@@ -233,7 +233,7 @@ class Scheduler:
                 assert s.max_length <= len(s.pages) * self.page, "the pages do not cover a dispatch"
         return dispatch
 
-    def _follow_last(self) -> None:
+    def follow_last(self) -> None:
         """What is to be saved behind the last dispatch comes before all that follows it."""
         for pages in self.pages:
             pages.unsent.clear()

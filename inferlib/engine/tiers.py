@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -67,7 +66,6 @@ class Tiers(PageSource):
         self._evicted: dict[bytes, int] = {}  # pages to read before the next program, by key
         self._leaving: dict[bytes, Leaving] = {}  # snapshots likewise
         self._transit = Transit()
-        self._rows: dict[int, Page] = {}  # what rows get before the next program
         self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
         self._writing: dict[bytes, Page] = {}
         self._reader, self._saver, self._writer = self._threads = tuple(
@@ -88,17 +86,13 @@ class Tiers(PageSource):
             page = first + snapshot.nodes[-1].page
             self._leaving.setdefault(key, Leaving(page, number + snapshot.number, snapshot.first, snapshot.last))
 
-    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Any]]:
-        self._rows.pop(s.row, None)  # of a sequence that lost the row since
-        return self._resumed(s, match) if isinstance(match, Resumed) else super().take(s, match)
-
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
         if s.fetch is None and len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
             return others[0]
         return super().awaited(s, match)
 
     def lose(self) -> None:
-        self._evicted, self._leaving, self._rows = {}, {}, {}
+        self._evicted, self._leaving = {}, {}
         super().lose()
 
     # ---- for the engine
@@ -269,26 +263,9 @@ class Tiers(PageSource):
                 return Fetch(first, keys, place=place.tokens)
         return Fetch(len(match.nodes))
 
-    def _resumed(self, s: Sequence, match: Resumed) -> tuple[Match, list[Any]]:
-        """`take` of a sequence that goes on from a place, if all that it fetched for that came. Its row gets what the
-        place has of one."""
-        fetch, s.fetch = s.fetch, None
-        if fetch is None or match.tokens >= fetch.place or len(fetch.pages) < len(fetch.keys):
-            return match, []
-        whole, column = fetch.place // self.page, (fetch.place - 1) // self.page
-        nodes = match.whole.nodes[:whole]  # all are written, or the sequence would wait
-        if len(nodes) < fetch.first:
-            return match, []
+    def _parts(self, place: Page) -> tuple[Page, Page]:
         assert self.places is not None
-        *pages, (content, source) = fetch.pages[len(nodes) - fetch.first :] or fetch.pages[-1:]
-        page, self._rows[s.row] = self.places.parts(content)
-        for _, of_page in pages:
-            self.hit_tokens[of_page] += self.page
-        contents = [content for content, _ in pages]
-        if len(nodes) <= column:
-            self.hit_tokens[source] += fetch.place - column * self.page
-            contents.append(page)
-        return Resumed(nodes, None, fetch.place, serves=fetch.place), contents
+        return self.places.parts(place)
 
     def _started(self, fetch: Fetch) -> Fetch:
         """Begin to bring what is not at hand."""

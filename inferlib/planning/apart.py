@@ -53,7 +53,7 @@ def simulate_splits(
     if deployed.replicas > 1:
         raise PlanError("two slices are compared that have one replica each: leave dp and ep out of --parallel")
     if any(Device(deployed, config).plan.of_rows):
-        raise PlanError("prefill apart hands over whole pages, and layers have a ring or a state of each row")
+        raise PlanError("two slices are compared by pages, and layers have a ring or a state of each row")
     splits = []
     for name in SPLITS:
         serve_one = _served_by_both if name == SPLITS[0] else _served_apart

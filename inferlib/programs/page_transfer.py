@@ -280,6 +280,7 @@ class PageTransfer(EntryTransfer):
 
     def __init__(self, plan: CachePlan, shards: Shards):
         super().__init__(plan.part(plan.arrays, of_rows=False), shards, plan.pages // shards.replicas, CALL_PAGES)
+        self.plan = plan
 
 
 def _groups(arrays: Sequence[CacheArray], shards: Shards) -> tuple[Group, ...]:
