@@ -631,14 +631,19 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, if no
-        layer selects pages or blocks, if the cache of a layer cannot be compacted, or if `draft`, the model that
-        drafts, cannot do so for this one."""
+        layer selects pages or blocks, if the cache of a layer cannot be compacted, if tokens leave out steps that the
+        cache follows, or if `draft`, the model that drafts, cannot do so for this one."""
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
         if self.sparse_prefill is not None:
             check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
         if self.cache_policy is not None:
             check_compacted(model, self.cache_policy)
+        if model.loop is not None and model.loop.early_exit and (self.attention_pages or self.cache_policy):
+            name = "attention_pages" if self.attention_pages else "cache_policy"
+            raise ConfigurationError(
+                f"{name} follows every step of a loop, and with early_exit tokens leave some out: give one of them"
+            )
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:

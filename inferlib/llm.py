@@ -44,7 +44,7 @@ from inferlib.engine.text import OutputText
 from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
-from inferlib.models.depth import checked_depth
+from inferlib.models.depth import depth_of
 from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
@@ -78,6 +78,7 @@ class Settings(EngineSettings, total=False):
     generation_config: str
     adapters: Mapping[str, str | Path] | None
     loop_steps: int | None
+    early_exit: bool | None
     prefill_devices: Sequence[Any] | None
 
 
@@ -122,6 +123,8 @@ class LLM:
     prefill_devices: devices that prefill prompts, so that long ones do not stall the rows that decode, such as
         `jax.devices()[4:]`, or their numbers; as many as decode. They get weights and a cache of their own.
     loop_steps: how often a looped model (Huginn, Parcae) runs its core, 1 to 256; by default as in training on average.
+    early_exit: whether tokens of such a model may leave the core before its last step, as requests say by
+        `exit_threshold`; by default not.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 
@@ -144,7 +147,8 @@ class LLM:
     ):
         self.progress = on_terminal() if progress is None else progress
         revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
-        loop_steps, apart = options.pop("loop_steps", None), options.pop("prefill_devices", None)
+        loop = options.pop("loop_steps", None), options.pop("early_exit", None)
+        apart = options.pop("prefill_devices", None)
         adapters, decided = opened_adapters(options.pop("adapters", None), engine_options(config, options))
         check_seed(seed)
         check_flag("progress", progress, optional=True)
@@ -156,7 +160,7 @@ class LLM:
             if artifacts is not None and decided.speculation is None:
                 decided = replace(decided, speculation=Artifacts.open(artifacts).deployment.speculation)
             files = ModelFiles.open(model, revision, progress=self.progress)
-            files = files if loop_steps is None else files.looped(loop_steps)
+            files = files.looped(*loop)
             self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, decided, progress=self.progress)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):
@@ -674,7 +678,7 @@ class LLM:
         encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
         params = token_table.with_token_ids(params, encode)
         params.validate_for(vocab)
-        checked_depth(params.depth, self.model_config)
+        depth_of(params.depth, params.exit_threshold, self.model_config)
         if params.chosen_with_host and self._channel:
             name = "logits_processors" if params.logits_processors else "structured_outputs"
             raise ValueError(f"{name} run in one process, and several processes share this model")

@@ -27,7 +27,7 @@ from inferlib.hub import HubName
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import config_from_hf, family_of
-from inferlib.models.families.common import LOOP_STEPS
+from inferlib.models.families.common import EARLY_EXIT, LOOP_STEPS
 from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
@@ -125,15 +125,23 @@ class ModelFiles:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)
 
-    def looped(self, steps: int) -> ModelFiles:
-        """The same with its core run `steps` times. Raises ConfigError for a model without one, or other numbers."""
-        if self.config.loop is None:
+    def looped(self, steps: int | None = None, early_exit: bool | None = None) -> ModelFiles:
+        """The same with its core run `steps` times, and with or without early exits, where these are given. Raises
+        ConfigError for a model without one, or other values."""
+        options = {LOOP_STEPS: steps, EARLY_EXIT: early_exit}
+        options = {name: value for name, value in options.items() if value is not None}
+        if not options:
+            return self
+        if (loop := self.config.loop) is None:
+            name = next(iter(options))
             raise ConfigError(
-                f"loop_steps is for models that repeat layers, and {self.config.family} does not: leave it out"
+                f"{name} is for models that repeat layers, and {self.config.family} does not: leave it out"
             )
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise ConfigError(f"loop_steps is a whole number, such as {self.config.loop.steps}, got {steps!r:.100}")
-        hf = {**self.hf, LOOP_STEPS: steps}
+        if isinstance(steps, bool) or not isinstance(steps, int | None):
+            raise ConfigError(f"loop_steps is a whole number, such as {loop.steps}, got {steps!r:.100}")
+        if not isinstance(early_exit, bool | None):
+            raise ConfigError(f"early_exit is True or False, got {early_exit!r:.100}")
+        hf = {**self.hf, **options}
         return replace(self, hf=hf, config=config_from_hf(hf))
 
     def merged(self, adapter: str | Path) -> ModelFiles:

@@ -3,14 +3,15 @@
 Before each step, the prelude's output e is injected into the state h. What an injection makes of e alone is the same at
 every step, so it is computed once. The first state of a position is always the same, drawn from the position's number:
 results depend on neither the batch, nor how a prompt is cut, nor what is cached of it. Rows may take fewer steps than
-others: their states stay as they are after these, and what the core makes of them then is not read.
+others: their states stay as they are after these, and what the core makes of them then is not read. Tokens may leave
+earlier than others of their row, see `inferlib.models.early_exit`.
 
 Shapes: T tokens; D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block
 from inferlib.models.config import LoopSpec, ModelConfig
+from inferlib.models.early_exit import EarlyExit
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -60,23 +62,36 @@ class Loop(nnx.Module):
         traced: dict,
     ) -> Ran:
         """Run the core; see `run_segment`. The caches hold the cells of each step, as those of stacked layers do."""
-        injected, steps = self.injected(residual.x, ctx), self.spec.steps
-        once = steps == 1
-        depths = None if ctx.depths is None else ctx.depths.of(ctx.rows, steps)[:, None]
+        injected, once = self.injected(residual.x, ctx), self.spec.steps == 1
 
-        def step(number, carry):
-            state, caches = carry
+        def step(number, state, caches):
             at = [replace(cache, layer=None if once else number) for cache in caches]
             with jax.named_scope("injection"):
                 x = self.injection(state, injected, ctx)
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
-            x = ran.residual.x if depths is None else jnp.where(number < depths, ran.residual.x, state)
-            return x, tuple(ran.caches)
+            return ran.residual.x, tuple(ran.caches)
+
+        state, caches = self.repeated(step, ctx, caches)
+        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {})
+
+    def repeated(
+        self, step: Callable, ctx: StepContext, caches: Sequence[LayerCache]
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """The states after each token's last step, and the caches. step: see `EarlyExit`."""
+        state, most, steps, depths = self.first_state(ctx), self.steps(ctx), self.spec.steps, ctx.depths
+        if depths is not None and depths.thresholds is not None and steps > 1:
+            leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), ctx)
+            return leaving(state, caches, most, steps)
+        taken = None if depths is None else depths.of(ctx.rows, steps)[:, None]
+
+        def frozen(number, carry):
+            state, caches = carry
+            new, caches = step(number, state, caches)
+            return new if taken is None else jnp.where(number < taken, new, state), caches
 
         # The cache is carried: as an input and output of the loop it would exist twice.
         with most_trips(steps):
-            state, caches = lax.fori_loop(0, self.steps(ctx), step, (self.first_state(ctx), tuple(caches)))
-        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {})
+            return lax.fori_loop(0, most, frozen, (state, tuple(caches)))
 
     def steps(self, ctx: StepContext) -> jax.Array | int:
         """How many steps a pass runs: as many as any of its rows takes, on whatever replica."""

@@ -306,6 +306,9 @@ class SamplingArguments:
     depth: Annotated[
         int | None, typer.Option(help="How many steps of a looped model's core each token takes; by default all.")
     ] = None
+    exit_threshold: Annotated[
+        float | None, typer.Option(help="Fewer, once a step changes a token's state by less than this share of it.")
+    ] = None
     json_schema: Annotated[
         Path | None,
         typer.Option(help="File of a JSON schema that the output fits. Or give --regex, --choice, --grammar."),

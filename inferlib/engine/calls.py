@@ -14,7 +14,7 @@ from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Res
 
 CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages
 _CHANGES = {"moves": Move, "grants": Grant, "counts": Count, "past": Past}
-_PAIRS = ("copies", "adapters", "depths", "compacted")
+_PAIRS = ("copies", "adapters", "depths", "thresholds", "compacted")
 _SNAPSHOTS = (Save, Restore)
 _NONE = Changes()
 

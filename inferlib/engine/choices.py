@@ -23,7 +23,7 @@ from inferlib.speculation.drafting import model_of
 
 # Keyword arguments of `LLM` beside the engine's options.
 _OF_LLM = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", "generation_config")
-_OF_LLM += ("adapters", "loop_steps", "prefill_devices")
+_OF_LLM += ("adapters", "loop_steps", "early_exit", "prefill_devices")
 # What vLLM's arguments are called here.
 _OF_VLLM = {
     "tensor_parallel_size": "parallel='tp=N'",

@@ -31,7 +31,7 @@ from inferlib.engine.step_times import Rehearsal, step_keys
 from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.depth import checked_depth
+from inferlib.models.depth import depth_of
 from inferlib.outputs import FinishReason
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained, explanation
@@ -203,7 +203,8 @@ class Engine:
             raise RuntimeError("the model sleeps: call wake() first")
         if sequence.params.structured_outputs is not None and sequence.constraint is None:
             raise RuntimeError("a sequence with structured_outputs needs a constraint: see `Grammars`")
-        sequence.depth = checked_depth(sequence.params.depth, self.model.config)
+        params = sequence.params
+        sequence.depth = depth_of(params.depth, params.exit_threshold, self.model.config)
         self.scheduler.add(sequence)
         self._deadlines.add(sequence)
 

@@ -292,9 +292,8 @@ def goes_apart(s: Sequence, match: Match, page: int) -> bool:
 def twin_of(s: Sequence, tokens: int) -> Sequence:
     """A sequence that computes the first tokens of another one, and generates none."""
     context = (s.prompt + s.tokens)[:tokens]
-    return Sequence(
-        context, replace(_GREEDY, depth=s.params.depth), max_tokens=0, seed=0, priority=s.priority, salt=s.salt
-    )
+    params = replace(_GREEDY, depth=s.params.depth, exit_threshold=s.params.exit_threshold)
+    return Sequence(context, params, max_tokens=0, seed=0, priority=s.priority, salt=s.salt)
 
 
 def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *, compiled: bool) -> list[Device]:

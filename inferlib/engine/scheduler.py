@@ -346,7 +346,8 @@ class Scheduler:
         if self.adapters is not None:
             changes.adapters[s.row] = self.adapters.take(s.adapter)
         if s.depth is not None:
-            changes.depths[s.row] = s.depth
+            changes.depths[s.row] = s.depth.steps
+            changes.thresholds[s.row] = s.depth.threshold
         first = replica * pages.pool.count
         changes.snapshots += pages.restores(s, match)  # before pages are evicted, and the snapshot with them
         if copy := pages.start(s, match):

@@ -15,6 +15,7 @@ from inferlib.engine.adapters import LoadedAdapter
 from inferlib.engine.clock import Clock
 from inferlib.engine.constraint import Constraint
 from inferlib.engine.fetch import Fetch
+from inferlib.models.depth import Depth
 from inferlib.outputs import FinishReason
 from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
@@ -46,8 +47,8 @@ class Sequence:
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
-    adapter: what changes the weights for it. depth: the steps of a loop's core that it takes, 0 for all; None of models
-    that repeat no layers. salt: it takes cached pages of sequences with the same salt, adapter and depth alone.
+    adapter: what changes the weights for it. depth: how it takes the steps of a loop's core; None of models that
+    repeat no layers. salt: it takes cached pages of sequences with the same salt, adapter and depth alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
     page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
@@ -85,7 +86,7 @@ class Sequence:
     order: float = 0
     salt: str | None = None
     adapter: LoadedAdapter | None = None
-    depth: int | None = None
+    depth: Depth | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Sequence:
     def cache_key(self) -> Hashable:
         """Sequences of another one have other cells for the same tokens, or must not share."""
         key = self.salt if self.adapter is None else (self.adapter.values.key, self.salt)
-        return ("depth", self.depth, key) if self.depth else key
+        return (tuple(self.depth), key) if self.depth and any(self.depth) else key
 
     @property
     def may_be_active(self) -> bool:

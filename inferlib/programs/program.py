@@ -32,7 +32,7 @@ from inferlib.models.depth import Depths
 from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
-from inferlib.programs.row_state import RowState, map_state, state_axes
+from inferlib.programs.row_state import NUMBERS, RowState, map_state, state_axes
 from inferlib.programs.unsettled import Inputs, has_states, of_device, on_device, spec_of
 from inferlib.programs.verification import (
     Advance,
@@ -260,6 +260,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
         first=drafter is not None and drafter.defers,
         dropped=config.compacted is not None,
         depth=model.config.loop is not None,
+        threshold=model.config.loop is not None and model.config.loop.early_exit,
     )
 
 
@@ -383,7 +384,7 @@ class _Maker:
         )
         ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
         if rows.depth is not None:
-            ctx = replace(ctx, depths=Depths(rows.depth, whole=config.counted))
+            ctx = replace(ctx, depths=Depths(rows.depth, rows.threshold, whole=config.counted))
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
@@ -764,7 +765,7 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "adapter", "features", "first", "dropped", "depth"))
+        shared = dict.fromkeys(("counts", "pages", "history", "features", *NUMBERS))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
         new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts})

@@ -51,6 +51,7 @@ from inferlib.programs.row_changes import (
     Copy,
     Count,
     Deepen,
+    Exit,
     Grant,
     Move,
     Past,
@@ -352,6 +353,12 @@ class ProgramSet:
         return prepared(set_numbers, (shards,), depth, self._changes(Deepen), place=place)
 
     @cached_property
+    def _set_thresholds(self) -> Callable:
+        shards, threshold = self.config.shards, self.state.threshold
+        place = shards.sharding(self.state_axes.threshold)
+        return prepared(set_numbers, (shards,), threshold, self._changes(Exit), place=place)
+
+    @cached_property
     def _copy_pages(self) -> Callable:
         shards, (names, taken) = self.config.shards, self._arrays(of_rows=False)
         place = None if shards.mesh is None else tuple(map(shards.sharding, names))
@@ -420,7 +427,7 @@ class ProgramSet:
         if self.config.adapters is not None:
             _ = self._set_adapters, self.factors.write
         if self.model.config.loop is not None:
-            _ = self._set_depths
+            _ = self._set_depths, self.model.config.loop.early_exit and self._set_thresholds
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -447,6 +454,9 @@ class ProgramSet:
             state = state._replace(adapter=self._set_adapters(state.adapter, entries))
         for entries in self._calls([Deepen(row, steps) for row, steps in changes.depths.items()]):
             state = state._replace(depth=self._set_depths(state.depth, entries))
+        exits = [Exit(row, bits) for row, bits in changes.thresholds.items()] if state.threshold is not None else []
+        for entries in self._calls(exits):
+            state = state._replace(threshold=self._set_thresholds(state.threshold, entries))
         return cache, state
 
     @cached_property

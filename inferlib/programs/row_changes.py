@@ -86,6 +86,13 @@ class Deepen(NamedTuple):
     steps: int
 
 
+class Exit(NamedTuple):
+    """Tokens of a row leave a loop's core by a threshold, see `RowState.threshold`."""
+
+    row: int
+    threshold: int
+
+
 class Compact(NamedTuple):
     """A row's cache is compacted, see `inferlib.programs.compaction`. cells: how many it has; 0: as many as its state
     says, if these are as many as rows that decode may have."""
@@ -94,7 +101,7 @@ class Compact(NamedTuple):
     cells: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt | Deepen | Compact
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past | Adapt | Deepen | Exit | Compact
 # How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
 _MOST: dict[type[Change], int] = {
     Grant: 256,
@@ -106,6 +113,7 @@ _MOST: dict[type[Change], int] = {
     Past: 1024,
     Adapt: 64,
     Deepen: 64,
+    Exit: 64,
     Compact: 8,
 }
 
@@ -114,8 +122,8 @@ _MOST: dict[type[Change], int] = {
 class Changes:
     """What happens before a program: moves, then what compacts rows, as their pages may be granted to others, then
     copies, all others behind them. copies: the source by the target. snapshots: in this order, as one's place may be
-    another's next. adapters: the slot by the row. depths: the steps by the row. compacted: the cells by the
-    row."""
+    another's next. adapters: the slot by the row. depths, thresholds: by the row. compacted: the cells by
+    the row."""
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
@@ -125,6 +133,7 @@ class Changes:
     snapshots: list[Save | Restore] = field(default_factory=list)
     adapters: dict[int, int] = field(default_factory=dict)
     depths: dict[int, int] = field(default_factory=dict)
+    thresholds: dict[int, int] = field(default_factory=dict)
     compacted: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -139,6 +148,7 @@ class Changes:
         self.past = [token for token in self.past if token.row != row]
         self.adapters.pop(row, None)
         self.depths.pop(row, None)
+        self.thresholds.pop(row, None)
         self.compacted.pop(row, None)
 
     def copy(self, source: int, target: int) -> None:
@@ -202,7 +212,7 @@ def set_history(shards: Shards, history: jax.Array, entries: jax.Array) -> jax.A
 
 
 def set_numbers(shards: Shards, numbers: jax.Array, entries: jax.Array) -> jax.Array:
-    """`RowState.adapter` or `RowState.depth` [R] with entries of `Adapt` or `Deepen`, see `packed`."""
+    """A field of `NUMBERS` [R] with entries of `Adapt`, `Deepen` or `Exit`, see `packed`."""
 
     def local(numbers: jax.Array, entries: jax.Array) -> jax.Array:
         row, number = entries.T

@@ -26,7 +26,8 @@ class RowState(NamedTuple):
     if it reads hidden states.
     dropped [R]: positions before a row's last cell that its cache no longer has, if caches are compacted; else None.
     depth [R]: how many steps of a loop's core the row takes, 0 for all, which `row_changes` alone changes; None of
-    models that repeat no layers.
+    models that repeat no layers. threshold [R]: by what its tokens leave earlier, see `Depth`, likewise; None of models
+    whose tokens do not.
     """
 
     token: jax.Array
@@ -44,6 +45,7 @@ class RowState(NamedTuple):
     first: jax.Array | None = None
     dropped: jax.Array | None = None
     depth: jax.Array | None = None
+    threshold: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -112,14 +114,14 @@ class RowState(NamedTuple):
         return state._replace(features=self.features.at[rows, 0].set(features, mode="drop"))
 
 
-NUMBERS = ("adapter", "first", "dropped", "depth")  # fields of a number of each row, which a state may lack
+NUMBERS = ("adapter", "first", "dropped", "depth", "threshold")  # fields of one number of each row, if there are any
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
     [
         *[*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2],
-        *[_ROW, *_PENDING, _ROW, _ROW],
+        *[_ROW, *_PENDING, _ROW, _ROW, _ROW],
     ]
 )
 

@@ -72,6 +72,8 @@ class SamplingParams:
             `inferlib[structured]` and a tokenizer.
         depth: of a looped model (Huginn, Parcae), how many steps of its core each token of the prompt and the output
             takes, at least 1 and at most its `loop_steps`. None: all.
+        exit_threshold: of a looped model built with `early_exit`, in [0, 100]: a token takes no more steps once one
+            changes its state by less than this share of it (both as norms); 0.03, for example. None or 0: it takes all.
     """
 
     n: int = 1
@@ -100,6 +102,7 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     depth: int | None = None
+    exit_threshold: float | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_OUTPUTS)
@@ -128,6 +131,8 @@ class SamplingParams:
             raise ValueError(f"deadline must be seconds above 0, got {self.deadline!r}")
         if self.depth is not None:
             check_int("depth", self.depth, 1)
+        if self.exit_threshold is not None:
+            check_float("exit_threshold", self.exit_threshold, 0.0, 100.0)
         most = self.truncate_prompt_tokens
         if most is not None and not (is_a(Integral, most) and most == -1):
             check_int("truncate_prompt_tokens", most, 1)

@@ -20,7 +20,7 @@ IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_
 _NO_SOUND = "this server reads and writes text"
 _SAMPLED = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "deadline"), float),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "deadline", "exit_threshold"), float),
     **dict.fromkeys(("top_k", "seed", "n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs", "depth"), int),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), bool),
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words"), list),

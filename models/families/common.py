@@ -57,7 +57,8 @@ MOE_LAYER = LAYER | {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-LOOP_STEPS = "loop_steps"  # an option beside those of config.json: how often a looped model's core runs
+# Options beside those of config.json: how often a looped model's core runs, and whether tokens may leave it earlier.
+LOOP_STEPS, EARLY_EXIT = "loop_steps", "early_exit"
 TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 _ACTIVATIONS: dict[str, Activation] = {

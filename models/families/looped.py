@@ -17,7 +17,7 @@ from inferlib.models.config import (
     RopeSpec,
     ValueEmbedding,
 )
-from inferlib.models.families.common import LOOP_STEPS, Family, Hf, expect, model, need, options_of
+from inferlib.models.families.common import EARLY_EXIT, LOOP_STEPS, Family, Hf, expect, model, need, options_of
 
 LAYER = {
     "attn.qk_bias": "attn.qk_bias",
@@ -88,7 +88,8 @@ def huginn(hf: Hf) -> ModelConfig:
     init = {"std": math.sqrt(2 / (5 * width)), "embed_scale": math.sqrt(width), **options_of(hf, "init_values")}
     std = 0.0 if hf["state_init"] == "zero" else init["std"] * init["embed_scale"]
     start, stop, count = _stages(hf)
-    loop = LoopSpec(start, stop, _steps(hf), "linear", "final_norm", state_std=std)
+    early = _early_exit(hf)
+    loop = LoopSpec(start, stop, _steps(hf), "linear", "final_norm", state_std=std, early_exit=early)
     return _model(hf, "huginn_raven", [layer] * count, loop, embed_scale=float(init["embed_scale"]))
 
 
@@ -113,7 +114,9 @@ def parcae(hf: Hf) -> ModelConfig:
     layers = [_with_values(hf, layer, i) for i, layer in enumerate(layers)]
     std = 0.0 if hf["state_init"] == "zero" else math.sqrt(2 / (5 * width))
     entry, injection = hf["prelude_norm"], hf["injection_type"]
-    loop = LoopSpec(start, stop, _steps(hf), injection, "linear", entry_norm=entry, state_std=std)
+    loop = LoopSpec(
+        start, stop, _steps(hf), injection, "linear", entry_norm=entry, state_std=std, early_exit=_early_exit(hf)
+    )
     return _model(hf, "parcae", layers, loop, final_softcap=hf.get("logit_softcap"))
 
 
@@ -136,6 +139,11 @@ def _check(hf: Hf, *, block: str, injections: tuple[str, ...]) -> None:
 def _steps(hf: Hf) -> int:
     """How often the core runs: as is asked for, or on average in training."""
     return need(hf, "mean_recurrence") if hf.get(LOOP_STEPS) is None else hf[LOOP_STEPS]
+
+
+def _early_exit(hf: Hf) -> bool:
+    """Whether tokens may leave the core before its last step, as is asked for."""
+    return hf.get(EARLY_EXIT) is True
 
 
 def _stages(hf: Hf) -> tuple[int, int, int]:

@@ -134,6 +134,8 @@ class Attention(nnx.Module):
             unfit = "pages that its queries select"
         elif cache.mass is not None or cache.queries is not None:
             unfit = "attention by which cells stay"
+        elif cache.left is not None:
+            unfit = "tokens that left a loop"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.value_embedding is not None:

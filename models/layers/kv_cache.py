@@ -65,6 +65,9 @@ class LayerCache:
     inputs [B, C, ...] or [L, B, C, ...]: of a step whose tokens may not stand, what a recurrent layer read of each
     row's tokens. Its states do not have them yet: see `inferlib.models.replay`.
 
+    left [T] bool: tokens that take no more steps of a loop's core; former [T, K, h] each: the cells that the core wrote
+    at its last step, see `inferlib.models.early_exit`.
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
     devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
     """
@@ -76,6 +79,8 @@ class LayerCache:
     mass: jax.Array | None = None
     queries: jax.Array | None = None
     inputs: tuple[jax.Array, ...] = ()
+    left: jax.Array | None = None
+    former: tuple[jax.Array, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -106,6 +111,14 @@ class LayerCache:
     @property
     def scaled(self) -> bool:
         return self.arrays[-1].ndim < self.arrays[0].ndim
+
+    def latest(self, new: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], LayerCache]:
+        """The cells to write of new ones, which are the former ones where tokens left, and the cache with them."""
+        if self.left is None:
+            return new, self
+        if self.former:
+            new = [jnp.where(self.left[:, None, None], old, x) for old, x in zip(self.former, new, strict=True)]
+        return new, replace(self, former=tuple(new))
 
     def write(
         self,

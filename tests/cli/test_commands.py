@@ -129,7 +129,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --logprobs 4 --prompt-logprobs 1 --allowed-token-id 5 --allowed-token-id 9 --bad-word ab --bad-word c
         --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching --itl 0.25 --speculation ngram:5
         --attention-pages quest:8 --sparse-prefill mean:0.9 --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB
-        --cache-policy knorm:64 --depth 2 --prefill-devices 1,2 --adapters sql=a,mail=b
+        --cache-policy knorm:64 --depth 2 --exit-threshold 0.03 --prefill-devices 1,2 --adapters sql=a,mail=b
         --adapter mail --max-adapters 1 --max-adapter-rank 32
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
@@ -189,6 +189,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
             bad_words=["ab", "c"],
             truncate_prompt_tokens=3,
             depth=2,
+            exit_threshold=0.03,
         ),
     }
 

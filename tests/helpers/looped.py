@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def latest(layer: nn.Module, *cells: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values [T, H, h] of a layer: of tokens that left the core, those of their last step."""
+    if (left := getattr(layer, "left", None)) is not None:
+        former = layer.former or cells
+        cells = tuple(torch.where(left[:, None, None], old, new) for old, new in zip(former, cells, strict=True))
+        layer.former = cells
+    return cells
+
+
+def run_core(model: nn.Module, attentions: list[nn.Module], step: Callable, e: torch.Tensor) -> torch.Tensor:
+    """The state [T, D] after at most `model.steps` steps of the core, zero before them. A token leaves after the step
+    that changes its state by a share of less than `model.exit_threshold`. `model.taken`, `model.changes`: how many
+    steps each token took, and by what share each changed it."""
+    h, left = torch.zeros_like(e), torch.zeros(len(e), dtype=torch.bool)
+    model.taken, model.changes = torch.zeros(len(e), dtype=torch.int), []
+    for layer in attentions:
+        layer.former = None
+    for _ in range(model.steps):
+        for layer in attentions:
+            layer.left = left
+        new = step(h, e)
+        change = (new - h).norm(dim=-1) / new.norm(dim=-1)
+        model.taken += ~left
+        model.changes.append(torch.where(left, torch.nan, change))
+        h = torch.where(left[:, None], h, new)
+        left = left | (change < model.exit_threshold)
+    return h
+
+
 def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
@@ -101,7 +131,8 @@ class HuginnAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.Wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        return self.proj(attend(rotated(q + self.qk_bias[0]), rotated(k + self.qk_bias[1]), v))
+        q, (k, v) = rotated(q + self.qk_bias[0]), latest(self, rotated(k + self.qk_bias[1]), v)
+        return self.proj(attend(q, k, v))
 
 
 class GatedMlp(nn.Module):
@@ -128,7 +159,7 @@ class SandwichBlock(nn.Module):
 class Huginn(nn.Module):
     def __init__(self, hf: dict[str, Any]):
         super().__init__()
-        self.steps, dim = hf["mean_recurrence"], hf["n_embd"]
+        self.steps, self.exit_threshold, dim = hf["mean_recurrence"], 0.0, hf["n_embd"]
         layers = lambda part: nn.ModuleList(  # noqa: E731
             SandwichBlock(dim, hf["n_heads"], hf["intermediate_size"]) for _ in range(hf[f"n_layers_in_{part}"])
         )
@@ -145,12 +176,14 @@ class Huginn(nn.Module):
         e = parts["wte"](tokens) * parts["wte"].embedding_dim ** 0.5
         for block in parts["prelude"]:
             e = block(e)
-        h = torch.zeros_like(e)
-        for _ in range(self.steps):
+
+        def step(h, e):
             h = parts["adapter"](torch.cat([h, e], dim=-1))
             for block in parts["core_block"]:
                 h = block(h)
-        h = parts["ln_f"](h)
+            return h
+
+        h = parts["ln_f"](run_core(self, [block.attn for block in parts["core_block"]], step, e))
         for block in parts["coda"]:
             h = block(h)
         return parts["ln_f"](h) @ parts["wte"].weight.T
@@ -169,7 +202,7 @@ class ParcaeAttention(nn.Module):
         if values is not None:
             v = v + 2 * torch.sigmoid(self.ve_gate(x[:, :32]))[..., None] * values.view_as(v)
         q, k = (F.rms_norm(rotated(y), (y.shape[-1],)) for y in (q, k))
-        return self.c_proj(attend(q, k, v))
+        return self.c_proj(attend(q, *latest(self, k, v)))
 
 
 class SquaredReluMlp(nn.Module):
@@ -223,7 +256,8 @@ class Add(nn.Module):
 class Parcae(nn.Module):
     def __init__(self, hf: dict[str, Any]):
         super().__init__()
-        self.steps, dim, vocab = hf["mean_recurrence"], hf["n_embd"], hf["padded_vocab_size"]
+        self.steps, self.exit_threshold = hf["mean_recurrence"], 0.0
+        dim, vocab = hf["n_embd"], hf["padded_vocab_size"]
         start = hf["n_layers_in_prelude"]
         stop = start + hf["n_layers_in_recurrent_block"]
         count, heads = stop + hf["n_layers_in_coda"], hf["num_attention_heads"]
@@ -252,9 +286,11 @@ class Parcae(nn.Module):
             return x
 
         e = parts["ln_prelude"](run("prelude", 0, parts["wte"](tokens)))
-        h = torch.zeros_like(e)
-        for _ in range(self.steps):
-            h = run("core_block", self.start, parts["adapter"](h, e))
+
+        def step(h, e):
+            return run("core_block", self.start, parts["adapter"](h, e))
+
+        h = run_core(self, [block.attn for block in parts["core_block"]], step, e)
         return parts["ln_f"](run("coda", self.stop, parts["C"](h))) @ parts["wte"].weight.T
 
 

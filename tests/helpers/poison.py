@@ -147,6 +147,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(dropped=huge)
     if engine.state.depth is not None:
         garbage = garbage._replace(depth=huge)
+    if engine.state.threshold is not None:
+        garbage = garbage._replace(threshold=huge)
     state = jax.tree.map(
         lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )
@@ -165,6 +167,8 @@ def poison(engine: Engine) -> float:
         state = state._replace(dropped=_where(running, engine.state.dropped, huge))
     if engine.state.depth is not None:
         state = state._replace(depth=_where(running, engine.state.depth, huge))
+    if engine.state.threshold is not None:
+        state = state._replace(threshold=_where(running, engine.state.threshold, huge))
     engine.state = state._replace(counts=counts, pages=pages)
     return float(np.mean([mask.mean() for mask in masks]))
 

@@ -52,6 +52,7 @@ FIELDS = (
         "deadline",
         "truncate_prompt_tokens",
         "depth",
+        "exit_threshold",
     ),
     *(
         "presence_penalty",

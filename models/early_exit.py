@@ -1,0 +1,85 @@
+"""Tokens that leave a loop's core before its last step, as their states hardly change any more (Geiping et al. 2025,
+section 6; `exit_threshold` by the criterion "latent-diff" in their code).
+
+A token leaves after the step that takes its state from h to h', if |h' - h| < threshold * |h'|, or after as many steps
+as its row takes at most. Then its state stays as it is, and so do its cells: tokens behind it that go on attend, at
+later steps, to those of its last one ("latest" in that code). Each token of a prompt and of the output leaves by
+itself. As that depends on tokens before it alone, results depend on neither the batch, nor how a prompt is cut.
+
+A pass runs steps until all its tokens have left. Then the cells of further steps are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inferlib.models.batch import StepContext
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.ops.loops import most_trips
+from inferlib.sharding import axes
+
+
+class Carry(NamedTuple):
+    """number: steps that were run. state [T, D]; caches: of the core's blocks, with the cells of the last step. left
+    [T] bool: tokens that take no more steps."""
+
+    number: jax.Array
+    state: jax.Array
+    caches: tuple[LayerCache, ...]
+    left: jax.Array
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """step: (number, state, caches) -> (state, caches), a step of the core. depths [T]: most steps of each token;
+    thresholds [T] float32: 0 where a token takes all of these."""
+
+    step: Callable[..., tuple[jax.Array, tuple[LayerCache, ...]]]
+    depths: jax.Array
+    thresholds: jax.Array
+    ctx: StepContext
+
+    def __call__(
+        self, state: jax.Array, caches: Sequence[LayerCache], most: jax.Array | int, steps: int
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """The states behind the core, and the caches. most: as many steps as any row takes, of `steps`."""
+        begun = Carry(jnp.int32(0), state, tuple(caches), self.ctx.written < 0)
+        shapes = jax.eval_shape(self.after_step, begun).caches
+        with_cells = tuple(
+            replace(cache, former=tuple(jnp.zeros(x.shape, x.dtype) for x in shape.former))
+            for cache, shape in zip(caches, shapes, strict=True)
+        )
+        with most_trips(steps):
+            ended = lax.while_loop(self.goes_on, self.after_step, begun._replace(caches=with_cells))
+        filled = lax.fori_loop(ended.number, most, self.filled, ended.caches)
+        return ended.state, tuple(replace(cache, former=()) for cache in filled)
+
+    def goes_on(self, carry: Carry) -> jax.Array:
+        """Whether any token of any device takes another step; the devices stay in step."""
+        more, shards = jnp.any(~carry.left).astype(jnp.int32), self.ctx.shards
+        return shards.max(shards.max(more, axes.ROWS), axes.TOKENS) > 0
+
+    def after_step(self, carry: Carry) -> Carry:
+        number, state, caches, left = carry
+        new, caches = self.step(number, state, tuple(replace(cache, left=left) for cache in caches))
+        change, size = (_norms(x) for x in (new.astype(jnp.float32) - state.astype(jnp.float32), new))
+        leaves = (change < self.thresholds * size) | (number + 1 >= self.depths)
+        state = jnp.where(left[:, None], state, new)
+        return Carry(number + 1, state, tuple(replace(cache, left=None) for cache in caches), left | leaves)
+
+    def filled(self, number: jax.Array, caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        """The caches whose step `number` has the cells of the last step."""
+        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
+        places = ctx.rows, ctx.written, stripe, ctx.table
+        return tuple(replace(replace(x, layer=number).write(x.former, *places), layer=None) for x in caches)
+
+
+def _norms(x: jax.Array) -> jax.Array:
+    """[T] of x [T, D]."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))

@@ -1,0 +1,199 @@
+"""Tokens of a looped model that leave its core once their states hardly change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import ConfigurationError
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.config import ConfigError
+from inferlib.models.early_exit import EarlyExit
+from inferlib.programs.counter import compilations
+from tests.helpers.llms import MAX_LEN, build_llm, new_engine, random_prompts
+from tests.helpers.looped import HUGINN, PARCAE, make_looped, oracle_of
+from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.tokenizer import write_tokenizer
+
+BUCKETS = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
+STEPS = 6
+MODELS = {
+    "parcae": PARCAE | {"mean_recurrence": STEPS, "recurrent_intermediation_embedding_dimension": 128},
+    "huginn": HUGINN | {"mean_recurrence": STEPS},
+}
+PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=6)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PARAMS = [
+    replace(GREEDY, exit_threshold=threshold, depth=depth)
+    for threshold, depth in [(0.25, None), (0.2, 5), (None, None), (0.3, None), (0.25, 4), (None, 3)]
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("looped")
+    paths = {name: make_looped(folder / name, hf) for name, hf in MODELS.items()}
+    for path in paths.values():
+        write_tokenizer(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def llm(paths) -> LLM:
+    return build_llm(paths["parcae"], BUCKETS, early_exit=True)
+
+
+@pytest.fixture(scope="module")
+def expected(llm) -> list[list[int]]:
+    with new_engine(llm, prefix_caching=False):
+        return [tokens_of(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def assert_chosen_by_the_oracle(hf: dict, prompt: list[int], tokens: list[int], params: SamplingParams) -> list[int]:
+    """In one full pass over the prompt and its tokens; returns how many steps each token took."""
+    model = oracle_of(hf | {"mean_recurrence": params.depth or STEPS})
+    model.exit_threshold = params.exit_threshold or 0.0
+    with torch.no_grad():
+        logits = model(torch.tensor([*prompt, *tokens[:-1]])).numpy()[len(prompt) - 1 :]
+    assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
+    assert np.nanmin(np.abs(np.stack(model.changes) - model.exit_threshold)) > 1e-5  # of 1 %: no rounding decides
+    return model.taken.tolist()
+
+
+def test_tokens_are_those_of_the_oracle(llm, expected):
+    """Prompts and decoding, of rows of different thresholds and depths in one batch, and alone; nothing compiles."""
+    llm.warmup(["greedy"])
+    before = compilations()
+    with new_engine(llm, prefix_caching=False):
+        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+    assert compilations() == before
+    taken = [
+        assert_chosen_by_the_oracle(MODELS["parcae"], *of_row) for of_row in zip(PROMPTS, expected, PARAMS, strict=True)
+    ]
+    assert [sorted(set(steps)) for steps in taken] == [[3, 4, 5, 6], [3, 4, 5], [6], [3, 4, 5], [3, 4], [3]]
+    assert min(len(set(tokens)) for tokens in expected) > 4
+
+
+def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
+    other = build_llm(paths["parcae"], BUCKETS)
+    assert other.engine.state.threshold is None
+    for i in (2, 5):
+        assert tokens_of(other, [PROMPTS[i]], PARAMS[i]) == [expected[i]]
+
+
+def test_rows_that_are_preempted(llm, expected):
+    """With few pages, and NaN in whatever is not valid."""
+    with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:
+        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+        assert engine.scheduler.preemptions > 0
+    with before_each_dispatch(llm, poison):
+        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+
+
+def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
+    hits = []
+    with new_engine(llm):
+        for threshold in (0.25, 0.2, None, 0.25):
+            params = replace(GREEDY, exit_threshold=threshold)
+            (output,) = llm.generate(PROMPTS[4], params)
+            assert_chosen_by_the_oracle(MODELS["parcae"], PROMPTS[4], output.outputs[0].token_ids, params)
+            hits.append(output.num_cached_tokens)
+    assert hits[:3] == [0, 0, 0]
+    assert hits[3] > 0
+
+
+def test_cells_of_steps_that_are_left_out_are_those_of_the_last(llm):
+    """A threshold that every step meets is a depth of one."""
+    first = replace(GREEDY, depth=1)
+    with new_engine(llm) as engine:
+        tokens = tokens_of(llm, PROMPTS, replace(GREEDY, exit_threshold=100.0))
+        blocks = [block for block in engine.plan.view(engine.cache) if block.arrays[0].ndim == 5]
+        for array in (np.asarray(array) for block in blocks for array in block.arrays):
+            assert array.any()
+            for of_step in array[1:]:
+                np.testing.assert_array_equal(of_step, array[0])
+        assert tokens_of(llm, PROMPTS, first) == tokens
+
+
+def test_a_pass_ends_when_all_its_tokens_have_left(llm):
+    """States that halve change by their own size at each step: only rows with a threshold above 1 leave."""
+    counted: list[int] = []
+
+    def step(number, state, caches):
+        jax.debug.callback(lambda n: counted.append(int(n)), number)
+        return state / 2, caches
+
+    @jax.jit
+    def run(lengths, depths, thresholds):
+        ctx = StepContext(StepBatch.of_rows(lengths, lengths), llm.model_config, MAX_LEN)
+        leaving = EarlyExit(step, depths, thresholds, ctx)
+        return leaving(jnp.ones((4, 2)), (), STEPS, STEPS)[0][:, 0]
+
+    for lengths, depths, thresholds, taken in (
+        ([5, 5, 5, 5], [6, 6, 6, 6], [2, 2, 2, 2], [1, 1, 1, 1]),
+        ([5, 5, 5, 5], [6, 6, 3, 1], [2, 0.5, 0.5, 0], [1, 6, 3, 1]),
+        ([5, 0, 5, 5], [6, 6, 3, 1], [2, 0.5, 0.5, 0], [1, 0, 3, 1]),
+        ([0, 0, 0, 0], [6, 6, 6, 6], [0, 0, 0, 0], [0, 0, 0, 0]),
+    ):
+        counted.clear()
+        numbers = np.array(lengths, np.int32), np.array(depths, np.int32), np.array(thresholds, np.float32)
+        np.testing.assert_array_equal(run(*numbers), 0.5 ** np.array(taken))
+        jax.effects_barrier()
+        assert sorted(counted) == list(range(max(taken)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("huginn", {}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"parallel": "tp=2,dp=2"}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"parallel": "cp=2"}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"speculation": "ngram:3"}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"prefill_devices": [1]}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_other_forms(name, options, paths, expected):
+    """Huginn's random states never settle; by this threshold some happen to leave."""
+    params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else PARAMS
+    other = build_llm(paths[name], BUCKETS, early_exit=True, **options)
+    tokens = tokens_of(other, PROMPTS, params)
+    if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
+        for prompt, of_row, alone in zip(PROMPTS, params, tokens, strict=True):
+            assert tokens_of(other, [prompt], of_row) == [alone]
+    elif name == "parcae":
+        assert tokens == expected
+    else:
+        rows = zip(PROMPTS, tokens, params, strict=True)
+        taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row) for of_row in rows]
+        assert set(taken[0]) == {2, 3, 5, 6}
+
+
+def test_what_is_refused(paths, llm, small):
+    for threshold, message in (
+        (-1, r"exit_threshold must be a number in \[0, 100\], got -1"),
+        ("x", "exit_threshold must be a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(exit_threshold=threshold)
+    with pytest.raises(ValueError, match="exit_threshold is for models that repeat layers, and llama does not"):
+        small.generate("a", SamplingParams(exit_threshold=0.1))
+    with pytest.raises(ConfigError, match="early_exit is True or False, got 1"):
+        LLM(paths["parcae"], early_exit=1, progress=False)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigurationError, match="cache_policy follows every step of a loop, and with early_exit"):
+        build_llm(paths["parcae"], BUCKETS, early_exit=True, cache_policy="knorm:64")
+
+
+def test_thresholds_need_programs_for_them(paths):
+    other = build_llm(paths["parcae"], BUCKETS)
+    with pytest.raises(
+        ValueError, match=r"exit_threshold=0.1 needs programs for it: build LLM\(..., early_exit=True\)"
+    ):
+        other.generate("a", SamplingParams(exit_threshold=0.1))
