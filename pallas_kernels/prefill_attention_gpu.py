@@ -101,7 +101,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Each share's out [splits, P, C, K, G, h], float32 if there are several, and lse [splits, P, C, K, G]."""
     chunks, width, kv_heads, group, size = q.shape
-    k, v, table = _pages_of(cache, rows)
+    k, v, table = pages_of(cache, rows)
     page_slots, sinks = None if cache.pages is None else k.shape[2], options.sinks
     queries = min(sizes.queries, power_of_two(width * group))
     keys, tiles = math.gcd(sizes.keys, page_slots or sizes.keys), pl.cdiv(width * group, queries)
@@ -143,10 +143,10 @@ def _attend(
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
         name="prefill_attention",
-    )(*_seen(cache, rows, positions, options.window), table, q, k, v, sinks)
+    )(*seen(cache, rows, positions, options.window), table, q, k, v, sinks)
 
 
-def _pages_of(cache: KvCache, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def pages_of(cache: KvCache, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values [N, K, S, h], those of all layers if they are stacked, and the chunks' pages [P, M] in them."""
     count = cache.k.shape[-4]
     if cache.pages is None:
@@ -159,7 +159,7 @@ def _pages_of(cache: KvCache, rows: jax.Array) -> tuple[jax.Array, jax.Array, ja
     return k, v, table + cache.layer * count
 
 
-def _seen(cache: KvCache, rows, positions, window: int | jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def seen(cache: KvCache, rows, positions, window: int | jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The first and the last position that each query sees, [P, C] each; 0 and -1 in absent chunks."""
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     if cache.ring:

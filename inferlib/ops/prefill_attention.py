@@ -125,12 +125,17 @@ def prefill_attention(
 
 
 def _by_gpu_kernel(q, cache: KvCache, rows, positions, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
-    from inferlib.pallas_kernels.prefill_attention_gpu import prefill_attention as kernel
+    """By the kernel for Hopper where that runs, else by the one for all GPUs, which CPUs interpret."""
+    from inferlib.pallas_kernels import prefill_attention_gpu as every
+    from inferlib.pallas_kernels import prefill_attention_hopper_gpu as hopper
 
-    def run(q, k, v, rows, positions, *, interpret: bool):
-        return kernel(q, replace(cache, k=k, v=v), rows, positions, options, interpret=interpret)
+    def run(kernel, q, k, v, rows, positions):
+        return kernel(q, replace(cache, k=k, v=v), rows, positions, options)
 
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
+    interpreted, best = partial(every.prefill_attention, interpret=True), every.prefill_attention
+    if hopper.is_hopper() and hopper.unsupported(q, cache, options) is None:
+        best = hopper.prefill_attention
+    forms = dict(cpu=partial(run, interpreted), default=partial(run, best))
     return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
 
 

@@ -1,0 +1,89 @@
+"""Prefill attention on Hopper GPUs: its lowering anywhere, its numbers where there is such a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper, prefill_attention, unsupported
+from tests.helpers.attention_calls import on_prefill_kernel
+from tests.helpers.attention_calls import prefill_attention as by_xla
+from tests.helpers.prefill_attention_cases import Case
+
+needs_hopper = pytest.mark.skipif(not is_hopper(), reason="needs Hopper GPUs")
+# Chunks at the edges of blocks, one that is absent, and one far behind; each at pages of its own.
+STARTS = (0, 32, 90, 96, 97, 127, 128, 300, -1, 5, 600, 64, 224, 256, 33, 511)
+PAGED = Case(STARTS, width=32, heads=8, group=4, slots=128, columns=6, dtype=jnp.bfloat16)
+CASES = {
+    "pages": PAGED,
+    "pages of 256 in stacked layers": replace(PAGED, slots=256, columns=3, layers=2),
+    "float16": replace(PAGED, dtype=jnp.float16),
+    "heads of 64": replace(PAGED, size=64),
+    "a window": replace(PAGED, options={"window": 100}),
+    "a ring": replace(PAGED, slots=256, columns=1, ring=True, options={"window": 200}),
+    "rows as pages": replace(PAGED, slots=768, columns=None),
+    "three heads": replace(PAGED, group=3),
+    "chunks of 128": replace(PAGED, width=128, group=2),
+    "chunks of 8": replace(PAGED, width=8, group=16),
+}
+
+
+def shapes_of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache, jax.ShapeDtypeStruct]:
+    """The queries, the cache and the positions of a case."""
+    inputs = case.inputs(0)
+    shape = lambda name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype)  # noqa: E731
+    pages = shape("pages") if case.columns else None
+    cache = KvCache(**{"k": shape("k"), "v": shape("v"), "pages": pages, "ring": case.ring} | changes)
+    return shape("q"), cache, shape("positions")
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_equals_attention_by_xla(name):
+    """Slots that no query sees hold NaN and infinities."""
+    case = CASES[name]
+    inputs, static = case.inputs(3), case.static()
+    got, want = (run(**inputs, **static) for run in (on_prefill_kernel(prefill_attention), by_xla))
+    there = np.array(case.starts) >= 0
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(v, np.float32)[there] for v in (x, y))
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2)
+        assert np.linalg.norm(x - y) <= 4e-3 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("name", ["pages", "a ring"])
+def test_lowers_anywhere(name):
+    q, cache, positions = shapes_of(CASES[name])
+    rows = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32)
+    options = AttentionOptions(0.1, CASES[name].options.get("window"))
+    run = jax.jit(partial(prefill_attention, options=options))
+    assert "mosaic_gpu" in run.trace(q, cache, rows, positions).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "reason"),
+    [
+        (replace(PAGED, dtype=jnp.float32), {}, "float32"),
+        (replace(PAGED, size=80), {}, "size 80"),
+        (PAGED, {"softcap": 30.0}, "capped"),
+        (PAGED, {"sinks": jnp.zeros((8, 4))}, "sinks"),
+        (replace(PAGED, slots=64, columns=12), {}, "pages"),
+        (replace(PAGED, width=48), {}, "48 tokens"),
+        (replace(PAGED, group=1), {}, "1 query heads"),
+        (replace(PAGED, starts=(0, 32)), {}, "16 programs"),
+    ],
+)
+def test_says_what_it_does_not_take(case, options, reason):
+    q, cache, positions = shapes_of(case)
+    options = AttentionOptions(0.1, **options)
+    said = unsupported(q, cache, options)
+    assert reason in (said or "")
+    rows = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32)
+    with pytest.raises(ValueError, match="pallas_gpu"):
+        jax.eval_shape(partial(prefill_attention, options=options), q, cache, rows, positions)
