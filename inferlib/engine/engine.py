@@ -149,6 +149,8 @@ class Engine:
             self.programs.prepare_changes()
         if self.source is not None:
             self.cache = self.source.prepare(self.cache)
+            if self.adapters is not None:
+                self.source.share(self.adapters)
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; a program that is missing later is an error.

@@ -11,6 +11,7 @@ import jax
 
 from inferlib.cache.prefix_tree import Match, Node
 from inferlib.cache.snapshots import Resumed, Snapshot
+from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.sequence import Sequence
 
@@ -97,6 +98,9 @@ class PageSource(ABC):
         self._restored, self._rows = {}, {}
 
     # ---- for the engine
+
+    def share(self, adapters: AdapterPool) -> None:  # noqa: B027
+        """Sequences of the engine may have these adapters."""
 
     @abstractmethod
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

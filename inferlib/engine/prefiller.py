@@ -27,6 +27,7 @@ from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
 from inferlib.cache.snapshots import Resumed, Snapshot, Snapshots
 from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
 from inferlib.engine import transit
+from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch import Fetch
 from inferlib.engine.handover import Blocks, Handed, HandedPlace, Handover, blocks_of
@@ -89,6 +90,10 @@ class Prefiller(PageSource):
         return match, pages
 
     # ---- for the engine
+
+    def share(self, adapters: AdapterPool) -> None:
+        assert self.engine.adapters is not None
+        self.engine.adapters.named = adapters.named
 
     def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         self._handover.prepare()
@@ -293,7 +298,8 @@ def twin_of(s: Sequence, tokens: int) -> Sequence:
     """A sequence that computes the first tokens of another one, and generates none."""
     context = (s.prompt + s.tokens)[:tokens]
     params = replace(_GREEDY, depth=s.params.depth, exit_threshold=s.params.exit_threshold)
-    return Sequence(context, params, max_tokens=0, seed=0, priority=s.priority, salt=s.salt)
+    same = {"priority": s.priority, "salt": s.salt, "adapter": s.adapter}
+    return Sequence(context, params, max_tokens=0, seed=0, **same)
 
 
 def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *, compiled: bool) -> list[Device]:
@@ -328,7 +334,6 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
         "serve one replica: leave dp and ep out of parallel": config.shards.replicas > 1,
         "serve devices of one process": config.shards.several_processes,
         "take the place of tiers: leave host_cache and disk_cache out": config.has_tiers,
-        "have no adapters: leave adapters and max_adapters out": config.adapters is not None,
         "count no load: leave expert_load out": config.expert_load,
         "have no model that drafts: take 'ngram', or leave speculation out": decided is not None and decided.by_model,
     }

@@ -189,6 +189,25 @@ def test_adapters_take_no_collectives(parallel, llm):
         assert with_adapters == without
 
 
+def test_other_devices_prefill(written, expected):
+    """They have slots of their own, and nothing compiles. A name that another adapter got since is that one's."""
+    path, adapters = written("llama")
+    llm = build(path, adapters, max_adapters=2, page_size=8, prefill_devices=[1])
+    compute = expected("llama")
+    wanted, other = [compute(*pair)[0] for pair in zip(PROMPTS, NAMES, strict=True)], compute(PROMPTS[2], "second")[0]
+    llm.warmup(["greedy"])
+    before = compilations()
+    for _ in range(2):
+        assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == wanted
+        llm.reset_prefix_cache()
+    assert llm.stats.handed_tokens == 2 * sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
+    llm.unload_adapter("first")
+    llm.load_adapter("first", adapters["second"])
+    assert tokens_of(llm.generate(PROMPTS[2], GREEDY, adapter="first")) == [other]
+    assert compilations() == before
+    assert_idle(llm)
+
+
 def test_quantised_weights(written):
     """Each product is that of the quantised weight, and the adapter's in full precision beside it."""
     path, adapters = written("llama")
