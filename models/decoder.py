@@ -35,7 +35,8 @@ class Forward(NamedTuple):
 
     hidden [T, D]: the last hidden states, before the final norm. cache: one `LayerCache` per block. mailboxes: see
     `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with experts, if it is counted.
-    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any.
+    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any. core [4]: how many
+    steps of a loop's core were run and taken, if tokens may leave it, see `early_exit.Left`.
     """
 
     hidden: jax.Array
@@ -43,6 +44,7 @@ class Forward(NamedTuple):
     mailboxes: Mailboxes | None
     load: jax.Array | None
     features: jax.Array | None
+    core: jax.Array | None = None
 
 
 class Decoder(nnx.Module):
@@ -88,7 +90,7 @@ class Decoder(nnx.Module):
         _ = ctx.adapters is not None and ctx.mlp_slots
         x, inputs = self.inputs(ctx)
         residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
-        new, loads, at, traced = [], [], 0, {}
+        new, loads, at, traced, core = [], [], 0, {}, None
         features = {0: residual.x}
         for segment in self.segments:
             end = at + len(segment.pattern)
@@ -99,6 +101,7 @@ class Decoder(nnx.Module):
             run = self.loop if segment.looped else run_segment
             ran = run(segment, blocks, residual, ctx, caches, inputs, traced)
             residual, caches = ran.residual, ran.caches
+            core = ran.core if segment.looped else core
             loads += ran.loads
             features |= ran.features
             new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
@@ -108,7 +111,7 @@ class Decoder(nnx.Module):
         load = jnp.concatenate(loads) if loads else None
         chosen = [ctx.shards.all_tokens(features[n], ctx.tokens) for n in ctx.feature_layers]
         stacked_features = jnp.stack(chosen, axis=1) if chosen else None
-        return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features)
+        return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features, core)
 
     def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
         """Raise ConfigError if the hidden states after these layers cannot be returned."""

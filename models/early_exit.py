@@ -27,12 +27,22 @@ from inferlib.sharding import axes
 
 class Carry(NamedTuple):
     """number: steps that were run. state [T, D]; caches: of the core's blocks, with the cells of the last step. left
-    [T] bool: tokens that take no more steps."""
+    [T] bool: tokens that take no more steps; taken [T]: how many each took."""
 
     number: jax.Array
     state: jax.Array
     caches: tuple[LayerCache, ...]
     left: jax.Array
+    taken: jax.Array
+
+
+class Left(NamedTuple):
+    """What a core leaves behind. counts [4] int32: passes, steps that they ran, tokens, and steps that these took; 0 of
+    what another of the devices that prompts are dealt out to counts."""
+
+    state: jax.Array
+    caches: tuple[LayerCache, ...]
+    counts: jax.Array
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,10 @@ class EarlyExit:
     thresholds: jax.Array
     ctx: StepContext
 
-    def __call__(
-        self, state: jax.Array, caches: Sequence[LayerCache], most: jax.Array | int, steps: int
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """The states behind the core, and the caches. most: as many steps as any row takes, of `steps`."""
-        begun = Carry(jnp.int32(0), state, tuple(caches), self.ctx.written < 0)
+    def __call__(self, state: jax.Array, caches: Sequence[LayerCache], most: jax.Array | int, steps: int) -> Left:
+        """Run the core. most: as many steps as any row takes, of `steps`."""
+        absent = self.ctx.written < 0
+        begun = Carry(jnp.int32(0), state, tuple(caches), absent, jnp.zeros(absent.shape, jnp.int32))
         shapes = jax.eval_shape(self.after_step, begun).caches
         with_cells = tuple(
             replace(cache, former=tuple(jnp.zeros(x.shape, x.dtype) for x in shape.former))
@@ -58,7 +67,15 @@ class EarlyExit:
         with most_trips(steps):
             ended = lax.while_loop(self.goes_on, self.after_step, begun._replace(caches=with_cells))
         filled = lax.fori_loop(ended.number, most, self.filled, ended.caches)
-        return ended.state, tuple(replace(cache, former=()) for cache in filled)
+        return Left(ended.state, tuple(replace(cache, former=()) for cache in filled), self.counts(ended))
+
+    def counts(self, ended: Carry) -> jax.Array:
+        """See `Left`. Devices that prompts are dealt out to have the same decode rows."""
+        ctx, first = self.ctx, self.ctx.shards.index(axes.TOKENS) == 0
+        there = (ctx.written >= 0) & ((jnp.arange(ctx.tokens) < ctx.batch.chunk_tokens.size) | first)
+        passes = jnp.where(first, jnp.stack([jnp.int32(1), ended.number]), 0)
+        tokens = jnp.stack([there.sum(dtype=jnp.int32), jnp.where(there, ended.taken, 0).sum(dtype=jnp.int32)])
+        return jnp.concatenate([passes, tokens])
 
     def goes_on(self, carry: Carry) -> jax.Array:
         """Whether any token of any device takes another step; the devices stay in step."""
@@ -66,12 +83,13 @@ class EarlyExit:
         return shards.max(shards.max(more, axes.ROWS), axes.TOKENS) > 0
 
     def after_step(self, carry: Carry) -> Carry:
-        number, state, caches, left = carry
+        number, state, caches, left, taken = carry
         new, caches = self.step(number, state, tuple(replace(cache, left=left) for cache in caches))
         change, size = (_norms(x) for x in (new.astype(jnp.float32) - state.astype(jnp.float32), new))
         leaves = (change < self.thresholds * size) | (number + 1 >= self.depths)
         state = jnp.where(left[:, None], state, new)
-        return Carry(number + 1, state, tuple(replace(cache, left=None) for cache in caches), left | leaves)
+        caches = tuple(replace(cache, left=None) for cache in caches)
+        return Carry(number + 1, state, caches, left | leaves, taken + ~left)
 
     def filled(self, number: jax.Array, caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         """The caches whose step `number` has the cells of the last step."""

@@ -71,13 +71,13 @@ class Loop(nnx.Module):
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
             return ran.residual.x, tuple(ran.caches)
 
-        state, caches = self.repeated(step, ctx, caches)
-        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {})
+        state, caches, counts = self.repeated(step, ctx, caches)
+        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, counts)
 
     def repeated(
         self, step: Callable, ctx: StepContext, caches: Sequence[LayerCache]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """The states after each token's last step, and the caches. step: see `EarlyExit`."""
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], jax.Array | None]:
+        """The states after each token's last step, the caches, and the counts of `Left`. step: see `EarlyExit`."""
         state, most, steps, depths = self.first_state(ctx), self.steps(ctx), self.spec.steps, ctx.depths
         if depths is not None and depths.thresholds is not None and steps > 1:
             leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), ctx)
@@ -91,7 +91,7 @@ class Loop(nnx.Module):
 
         # The cache is carried: as an input and output of the loop it would exist twice.
         with most_trips(steps):
-            return lax.fori_loop(0, most, frozen, (state, tuple(caches)))
+            return *lax.fori_loop(0, most, frozen, (state, tuple(caches))), None
 
     def steps(self, ctx: StepContext) -> jax.Array | int:
         """How many steps a pass runs: as many as any of its rows takes, on whatever replica."""

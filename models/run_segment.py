@@ -28,12 +28,13 @@ from inferlib.sharding import axes
 
 class Ran(NamedTuple):
     """The residual after a segment, the caches of its blocks, the loads [layers, E] of their experts, and the hidden
-    states [T, D] that the step asks for, by the number of layers before them."""
+    states [T, D] that the step asks for, by the number of layers before them. core: of a loop's core, see `Forward`."""
 
     residual: Residual
     caches: list[LayerCache]
     loads: list[jax.Array]
     features: dict[int, jax.Array]
+    core: jax.Array | None = None
 
 
 def run_segment(

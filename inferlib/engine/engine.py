@@ -64,6 +64,8 @@ class EngineStats:
     drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: those that stood
         themselves, each of which saved a step of its row.
     adapter_loads: adapters that were written to the devices. adapter_evictions: that left them for others.
+    core_passes: over models whose tokens may leave a loop's core (`early_exit`). core_runs: how often the core ran in
+        these. core_tokens: that were computed. core_steps: how many steps they took together.
     """
 
     dispatches: int = 0
@@ -93,6 +95,10 @@ class EngineStats:
     accepted_drafts: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
+    core_passes: int = 0
+    core_runs: int = 0
+    core_tokens: int = 0
+    core_steps: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -537,7 +543,7 @@ class Engine:
         for leaf in jax.tree.leaves(chosen):
             leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
-        self._in_flight[0] = dispatch, chosen._replace(load=output.load, detail=output.detail), sent
+        self._in_flight[0] = dispatch, chosen._replace(load=output.load, core=output.core, detail=output.detail), sent
 
     def _accept(self, s: Sequence, tokens: list[int]) -> int:
         """Give a sequence its tokens, as many as are returned; it may fail by its grammar."""
@@ -569,6 +575,12 @@ class Engine:
         self.stats.drafts += stood if s.status is Status.FINISHED else min(stood + 1, count)
         self.stats.accepted_drafts += stood
 
+    def _count_core(self, counts: np.ndarray) -> None:
+        """counts: see `StepOutput.core`."""
+        names = ("core_passes", "core_runs", "core_tokens", "core_steps")
+        for name, count in zip(names, counts.sum(axis=(0, 1)).tolist(), strict=True):
+            setattr(self.stats, name, getattr(self.stats, name) + count)
+
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
         self._choose()
@@ -576,6 +588,8 @@ class Engine:
         self.scheduler.received()
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
+        if output.core is not None:
+            self._count_core(output.core)
         advanced, generated, key = [], 0, dispatch.key
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):

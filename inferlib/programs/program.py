@@ -181,8 +181,9 @@ class StepOutput(NamedTuple):
     n the devices that a chunk's tokens are dealt out to; or pooled hidden states [P, 2, D], see `_Maker.pooled`.
     load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps, drafts included; if
     that is counted, and for each replica and each of the n. logits: in place of tokens, if they are chosen by another
-    program. tally [B] each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that program
-    verifies, what recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
+    program. core [1, 1, 4] int32: of models whose tokens may leave a loop, `early_exit.Left.counts` likewise. tally [B]
+    each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that program verifies, what
+    recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -193,6 +194,7 @@ class StepOutput(NamedTuple):
     logits: Logits | None = None
     tally: Tally | None = None
     inputs: Inputs | None = None
+    core: jax.Array | None = None
 
 
 def settles_states(model: AbstractModel, key: ProgramKey) -> bool:
@@ -230,7 +232,8 @@ def build(
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade or (key.drafts and key.part == "forward") else more
     tally = config.speculation is not None and not key.chunks and not key.part
-    output = _output_specs(spec, key, load=config.expert_load, tally=tally)
+    core = model.config.loop is not None and model.config.loop.early_exit and model.config.loop.steps > 1
+    output = _output_specs(spec, key, load=config.expert_load, tally=tally, core=core)
     returned = (tuple(spec(array.axes) for array in plan.arrays), state)
     weights = model.specs + (() if drafter is None else drafter.model.specs)
     taken = (tuple(spec(w.axes) for w in weights), *returned, spec((axes.ROWS, None)))
@@ -281,7 +284,7 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) 
     return gathered
 
 
-def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool) -> StepOutput:
+def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool, core: bool) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
     chosen, scored = key.part != "forward", key.mode == "logprobs"
     dealt = (axes.ROWS, None, axes.TOKENS)
@@ -298,6 +301,7 @@ def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool) -
         load=spec((axes.ROWS, axes.TOKENS)) if load and key.part != "choose" else None,
         logits=_logits_specs(spec, key) if key.part == "forward" else None,
         tally=Tally(*[spec((axes.ROWS,))] * 2) if tally else None,
+        core=spec((axes.ROWS, axes.TOKENS)) if core and key.part != "choose" else None,
     )
 
 
@@ -324,17 +328,19 @@ def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey
 
 
 class _Step(NamedTuple):
-    """What one decode step yields: tokens [B], or [C, B] with a tally; the load of experts, if that is counted; and
-    with speculation what became of drafts."""
+    """What one decode step yields: tokens [B], or [C, B] with a tally; the load of experts, if that is counted; with
+    speculation what became of drafts; and steps of a loop's core, if tokens may leave it."""
 
     sampled: Any
     load: jax.Array | None
     tally: Tally | None = None
+    core: jax.Array | None = None
 
 
 class _Pass(NamedTuple):
     """A pass of the model. hidden [T, D]; decoder: for its head; load: of experts, if that is counted; features
-    [T, N, D]: if a model that drafts reads some. inputs: of each block, what its layers have yet to replay."""
+    [T, N, D]: if a model that drafts reads some. inputs: of each block, what its layers have yet to replay. core: steps
+    of a loop's core, if tokens may leave it."""
 
     hidden: jax.Array
     decoder: Decoder
@@ -343,6 +349,7 @@ class _Pass(NamedTuple):
     load: jax.Array | None
     features: jax.Array | None
     inputs: Inputs
+    core: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -388,10 +395,11 @@ class _Maker:
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         caches, of_drafts = self.split(cache)
-        hidden, caches, mailboxes, load, features = decoder(ctx, caches, mailboxes)
+        hidden, caches, mailboxes, load, features, core = decoder(ctx, caches, mailboxes)
         inputs, caches = tuple(cache.inputs for cache in caches), tuple(replace(cache, inputs=()) for cache in caches)
         cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
-        return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs)
+        core = None if core is None else core[None, None]
+        return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs, core)
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""
@@ -569,7 +577,7 @@ class _Maker:
             return self.verified(self.config.speculation, weights, cache, rows, mailboxes, shared)
         ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
         rows, sampled = self.advance_with_room(rows, logits)
-        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load)
+        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load, core=ran.core)
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
         """`decode_step` with drafts. Without, a draft is made to see whether it would stand."""
@@ -583,7 +591,7 @@ class _Maker:
         before = rows.length
         rows, sampled, tally = accepted(self.advance_at(rows, logits, drafts), rows, drafts, logits.shape[1])
         cache = self.replayed(ran.decoder, ran.cache, ran.inputs, rows.length - before)
-        return cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally)
+        return cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally, ran.core)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
@@ -600,7 +608,8 @@ class _Maker:
             step = partial(self.decode_step, weights, shared=shared)
             cache, rows, total = self.decode_steps(step, cache, rows, mailboxes, control)
         outs = total.sampled
-        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=total.load, tally=total.tally)
+        scored = outs if key.mode == "logprobs" else None
+        output = StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core)
         return cache, state.with_head(rows), output
 
     def decode_steps(
@@ -644,7 +653,7 @@ class _Maker:
         cache, state, output = self.forward(weights, cache, state, packed, chunk)
         assert output.logits is not None
         state, chosen = self.choose(state, output.logits, Masks(None, None), chunk)
-        return cache, state, chosen._replace(detail=output.detail, load=output.load)
+        return cache, state, chosen._replace(detail=output.detail, load=output.load, core=output.core)
 
     def forward(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput | None = None):
         """A step until its logits, over P chunks, if there are any, and B decode rows."""
@@ -655,7 +664,7 @@ class _Maker:
         if chunk is None:
             ran, logits = self.row_logits(weights, cache, rows, self.mailboxes())
             cache, state = self.followed(weights, ran, state, rows_batch(rows), None)
-            return cache, state, output._replace(load=ran.load, logits=Logits(None, logits))
+            return cache, state, output._replace(load=ran.load, core=ran.core, logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         state = state.started(info["row"], info["first"] != 0)
         stripe = self.config.shards.stripe(axes.TOKENS)
@@ -669,11 +678,11 @@ class _Maker:
         hidden, decoder, load, split = ran.hidden, ran.decoder, ran.load, tokens.size
         if key.mode == "embed":
             pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
-            return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load)
+            return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load, core=ran.core)
         ends = last_of_chunks(hidden[:split].reshape(*tokens.shape, -1), info["length"], self.config.shards)
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
-        output = output._replace(load=load, logits=parts)
+        output = output._replace(load=load, core=ran.core, logits=parts)
         if key.detail:
             every = self.logits(decoder, hidden[:split])
             if key.detail == "logprobs":
@@ -691,7 +700,7 @@ class _Maker:
         ran, logits, _ = self.draft_logits(weights, cache, rows, drafts, self.mailboxes())
         batch, _ = verification_batch(rows, drafts, self.model.config.vocab)
         cache, state = self.followed(weights, ran, state, batch, None)
-        output = StepOutput(jnp.zeros((1, 0), jnp.int32), load=ran.load, logits=Logits(None, logits))
+        output = StepOutput(jnp.zeros((1, 0), jnp.int32), load=ran.load, core=ran.core, logits=Logits(None, logits))
         return cache, state, output._replace(inputs=of_device(ran.inputs) if any(ran.inputs) else None)
 
     def choose(

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
     """Prompts and decoding, of rows of different thresholds and depths in one batch, and alone; nothing compiles."""
     llm.warmup(["greedy"])
     before = compilations()
-    with new_engine(llm, prefix_caching=False):
+    with new_engine(llm, prefix_caching=False) as engine:
         assert tokens_of(llm, PROMPTS, PARAMS) == expected
     assert compilations() == before
     taken = [
@@ -78,6 +78,9 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
     ]
     assert [sorted(set(steps)) for steps in taken] == [[3, 4, 5, 6], [3, 4, 5], [6], [3, 4, 5], [3, 4], [3]]
     assert min(len(set(tokens)) for tokens in expected) > 4
+    stats = engine.stats
+    assert (stats.core_tokens, stats.core_steps) == (sum(map(len, taken)), sum(map(sum, taken)))
+    assert stats.core_passes < stats.core_runs < stats.core_passes * STEPS
 
 
 def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
@@ -133,7 +136,8 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
     def run(lengths, depths, thresholds):
         ctx = StepContext(StepBatch.of_rows(lengths, lengths), llm.model_config, MAX_LEN)
         leaving = EarlyExit(step, depths, thresholds, ctx)
-        return leaving(jnp.ones((4, 2)), (), STEPS, STEPS)[0][:, 0]
+        left = leaving(jnp.ones((4, 2)), (), STEPS, STEPS)
+        return left.state[:, 0], left.counts
 
     for lengths, depths, thresholds, taken in (
         ([5, 5, 5, 5], [6, 6, 6, 6], [2, 2, 2, 2], [1, 1, 1, 1]),
@@ -143,7 +147,9 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
     ):
         counted.clear()
         numbers = np.array(lengths, np.int32), np.array(depths, np.int32), np.array(thresholds, np.float32)
-        np.testing.assert_array_equal(run(*numbers), 0.5 ** np.array(taken))
+        state, counts = run(*numbers)
+        np.testing.assert_array_equal(state, 0.5 ** np.array(taken))
+        assert counts.tolist() == [1, max(taken), np.count_nonzero(lengths), sum(taken)]
         jax.effects_barrier()
         assert sorted(counted) == list(range(max(taken)))
 
@@ -164,7 +170,10 @@ def test_other_forms(name, options, paths, expected):
     """Huginn's random states never settle; by this threshold some happen to leave."""
     params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else PARAMS
     other = build_llm(paths[name], BUCKETS, early_exit=True, **options)
-    tokens = tokens_of(other, PROMPTS, params)
+    tokens, stats = tokens_of(other, PROMPTS, params), other.stats
+    if "prefill_devices" not in options and "speculation" not in options:
+        assert stats.core_tokens == sum(map(len, [*PROMPTS, *tokens])) - len(PROMPTS)
+    assert stats.core_tokens < stats.core_steps < stats.core_tokens * STEPS
     if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
         for prompt, of_row, alone in zip(PROMPTS, params, tokens, strict=True):
             assert tokens_of(other, [prompt], of_row) == [alone]
