@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import EngineConfig
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.depth import Depths
 from inferlib.programs.counter import compilations
@@ -129,11 +130,22 @@ def test_depths_are_for_looped_models(small):
     assert small.engine.state.depth is None
 
 
+@pytest.mark.slow
+def test_tokens_are_the_same_where_a_pass_runs_all_steps(path, expected, monkeypatch):
+    """As on GPUs."""
+    monkeypatch.setattr(EngineConfig, "counted", True)
+    other = build_llm(path, BUCKETS)
+    assert tokens_of(other, PROMPTS, params_of(DEPTHS)) == expected
+    blocks = [block for block in other.engine.plan.view(other.engine.cache) if block.arrays[0].ndim == 5]
+    assert all(np.asarray(block.arrays[0])[-1].any() for block in blocks)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"parallel": "tp=2,dp=2"}, marks=pytest.mark.slow),
         pytest.param({"parallel": "cp=2"}, marks=pytest.mark.slow),
+        pytest.param({"parallel": "cp=2,tp=2,rules=helix"}, marks=pytest.mark.slow),
         pytest.param({"speculation": "ngram:3"}, marks=pytest.mark.slow),
         pytest.param({"prefill_devices": [1]}, marks=pytest.mark.slow),
         pytest.param({"host_cache": "1MiB"}, marks=pytest.mark.slow),
