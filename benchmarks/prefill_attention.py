@@ -29,7 +29,18 @@ from inferlib.pallas_kernels import prefill_attention_hopper_gpu as hopper
 from inferlib.platforms import prepare_jax
 
 TILE, PAGE = 32, 128
-CASES = ((1, 2000, 0), (4, 2000, 0), (8, 1000, 0), (64, 128, 0), (4, 512, 7680), (64, 128, 1920))
+CASES = (
+    (1, 2000, 0),
+    (4, 2000, 0),
+    (8, 1000, 0),
+    (64, 128, 0),
+    (4, 512, 7680),
+    (64, 128, 1920),
+    (1, 512, 3584),
+    (1, 128, 2048),
+    (1, 128, 7680),
+    (1, 32, 2048),
+)
 
 
 def seconds(run: Callable, *inputs) -> float:

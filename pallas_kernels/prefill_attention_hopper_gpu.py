@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
+from inferlib.pallas_kernels.decode_attention_gpu import merge
 from inferlib.pallas_kernels.prefill_attention_gpu import LOG2E, NOTHING, pages_of, seen
 
 ROWS = 64  # query rows of a warpgroup: what an instruction multiplies
 GROUPS = 2  # warpgroups that compute
 KEYS = 128  # positions of a block
 STAGES = 2  # blocks in shared memory
-LEAST_PROGRAMS = 128  # with fewer, some of a GPU's 132 processors have none, and several should share a range
+PROGRAMS = 132  # that run at once: one on each of a GPU's processors
+LEAST_PROGRAMS = 32
+LEAST_BLOCKS = 4  # of the longest range, for each of the programs that share one
 LEAST_USED = 0.75  # of a program's rows
 _REGISTERS = 216, 72  # of a thread that computes, and of one that copies: 65536 in all
 _F32 = jnp.float32
@@ -39,7 +42,8 @@ _F32 = jnp.float32
 class Shape:
     """P chunks of C tokens, K KV heads of G query heads of size h, and N pages of S slots, of which a row has M.
 
-    ring: slots of a row that positions go round; None: position p lives in the row's slot p.
+    ring: slots of a row that positions go round; None: position p lives in the row's slot p. splits: programs that
+    share a range.
     """
 
     chunks: int
@@ -51,13 +55,16 @@ class Shape:
     columns: int
     ring: int | None
     dtype: Any
+    splits: int = 1
 
     @staticmethod
-    def of(q: Shaped, cache: KvCache) -> Shape:
+    def of(q: Shaped, cache: KvCache, splits: int | None = None) -> Shape:
+        """splits: by default as many as keep a GPU busy."""
         ring = cache.slots if cache.ring else None
         chunks, width, kv_heads, group, size = q.shape
         pages = cache.k.shape[-2], cache.columns or 1
-        return Shape(chunks, width, kv_heads, group, size, *pages, ring, q.dtype)
+        shape = Shape(chunks, width, kv_heads, group, size, *pages, ring, q.dtype)
+        return replace(shape, splits=splits or shape.best_splits)
 
     @property
     def tokens(self) -> int:
@@ -80,8 +87,18 @@ class Shape:
         return pl.cdiv(self.group, GROUPS * self.heads)
 
     @property
-    def grid(self) -> tuple[int, int, int, int]:
-        return self.kv_heads, self.shares, self.parts, self.chunks
+    def grid(self) -> tuple[int, int, int, int, int]:
+        return self.kv_heads, self.shares, self.splits, self.parts, self.chunks
+
+    @property
+    def best_splits(self) -> int:
+        """A power of two, of at most 8."""
+        longest, programs = (
+            self.columns * self.page_slots // KEYS,
+            self.kv_heads * self.shares * self.parts * self.chunks,
+        )
+        most = min(PROGRAMS // programs, longest // LEAST_BLOCKS, 8)
+        return 1 << max(most, 1).bit_length() - 1
 
     def page_and_slots(self, table, chunk, block) -> tuple[Any, Any]:
         """The page of a block of a chunk's row, and which of its slots. table: a ref [P * M]."""
@@ -105,7 +122,7 @@ class _Range(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * 4]. table [P * M]. queries
+    """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * splits * 4]. table [P * M]. queries
     [P, C, K * G, h]. k, v [N, K, S, h]."""
 
     first: Any
@@ -159,56 +176,72 @@ def unsupported(q: Shaped, cache: KvCache, options: AttentionOptions) -> str | N
     if shape.group < LEAST_USED * GROUPS * shape.heads * shape.shares:
         return f"{shape.group} query heads of a KV head, which leave rows idle"
     if math.prod(shape.grid) < LEAST_PROGRAMS:
-        return f"{math.prod(shape.grid)} programs, which leave processors idle"
+        return f"{math.prod(shape.grid)} programs, which leave most processors idle"
     return None
 
 
 def prefill_attention(
-    q: jax.Array, cache: KvCache, rows: jax.Array, positions: jax.Array, options: AttentionOptions
+    q: jax.Array,
+    cache: KvCache,
+    rows: jax.Array,
+    positions: jax.Array,
+    options: AttentionOptions,
+    *,
+    splits: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `inferlib.ops.prefill_attention`; each query may have its own window.
 
-    Returns out [P, C, K, G, h] in q's dtype and lse [P, C, K, G] float32. Raises ValueError for what `unsupported`
-    names.
+    splits: programs that share a range; by default as many as keep a GPU busy. Returns out [P, C, K, G, h] in q's dtype
+    and lse [P, C, K, G] float32. Raises ValueError for what `unsupported` names.
     """
     if reason := unsupported(q, cache, options):
         raise ValueError(f"the kernel of prefill attention for Hopper does not take {reason}; use pallas_gpu or xla")
     k, v, table = pages_of(cache, rows)
-    shape = Shape.of(q, cache)
-    return _attend(shape, options.scale, q, k, v, table, *seen(cache, rows, positions, options.window))
+    shape = Shape.of(q, cache, splits)
+    outs, lses = attend_shares(shape, options.scale, q, k, v, table, *seen(cache, rows, positions, options.window))
+    return (outs[0], lses[0]) if shape.splits == 1 else merge(outs, lses, q.dtype, interpret=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers that are alike are traced and lowered once
-def _attend(shape: Shape, scale: float, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
+def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
+    """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, C,
+    K, G] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v."""
     chunks, width, kv_heads, group, size = q.shape
     of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in (first, last)]
     of_rows = [jnp.tile(x, (1, 1, shape.heads)) for x in of_parts]
-    heads = kv_heads * group
+    heads, splits = kv_heads * group, shape.splits
     out, lse = plgpu.kernel(
         functools.partial(_kernel, shape, scale),
         out_type=[
-            jax.ShapeDtypeStruct((chunks, width, heads, size), q.dtype),
-            jax.ShapeDtypeStruct((chunks, heads, width), _F32),
+            jax.ShapeDtypeStruct((splits, chunks, width, heads, size), q.dtype),
+            jax.ShapeDtypeStruct((splits, chunks, heads, width), _F32),
         ],
         grid=shape.grid,
-        grid_names=("head", "share", "part", "chunk"),
+        grid_names=("head", "share", "split", "part", "chunk"),
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*of_rows, _ranges(*of_parts), table.reshape(-1), q.reshape(chunks, width, heads, size), k, v)
-    return out.reshape(q.shape), lse.reshape(chunks, kv_heads, group, width).transpose(0, 3, 1, 2)
+    )(*of_rows, _ranges(splits, *of_parts), table.reshape(-1), q.reshape(chunks, width, heads, size), k, v)
+    lse = lse.reshape(splits, chunks, kv_heads, group, width)
+    return out.reshape(splits, *q.shape), jnp.moveaxis(lse, -1, 2)
 
 
-def _ranges(first: jax.Array, last: jax.Array) -> jax.Array:
-    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens]."""
+def _ranges(splits: int, first: jax.Array, last: jax.Array) -> jax.Array:
+    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens], and each of its
+    shares."""
     begin, end = first.min(axis=2) // KEYS, pl.cdiv(last.max(axis=2) + 1, KEYS)
-    inner = jnp.clip(pl.cdiv(first.max(axis=2), KEYS), begin, jnp.maximum(begin, end))
-    outer = jnp.clip((last.min(axis=2) + 1) // KEYS, inner, jnp.maximum(inner, end))
-    return jnp.stack([begin, inner, outer, jnp.maximum(begin, end)], axis=-1).astype(jnp.int32).reshape(-1)
+    end = jnp.maximum(begin, end)
+    inner = jnp.clip(pl.cdiv(first.max(axis=2), KEYS), begin, end)
+    outer = jnp.clip((last.min(axis=2) + 1) // KEYS, inner, end)
+    begin, inner, outer, end = (x[..., None] for x in (begin, inner, outer, end))
+    count, share = pl.cdiv(end - begin, splits), jnp.arange(splits)
+    starts, stops = (jnp.minimum(begin + count * n, end) for n in (share, share + 1))
+    fields = starts, jnp.clip(inner, starts, stops), jnp.clip(outer, starts, stops), stops
+    return jnp.stack(fields, axis=-1).astype(jnp.int32).reshape(-1)
 
 
 def _kernel(shape: Shape, scale: float, *refs) -> None:
-    """refs: those of `_Inputs`, out [P, C, K * G, h] and lse [P, K * G, C]."""
+    """refs: those of `_Inputs`, out [splits, P, C, K * G, h] and lse [splits, P, K * G, C]."""
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = lambda *of: plgpu.SMEM(of, shape.dtype, transforms=swizzled)  # noqa: E731
     blocks = functools.partial(plgpu.Barrier, num_barriers=STAGES)
@@ -231,7 +264,7 @@ def _kernel(shape: Shape, scale: float, *refs) -> None:
     def run(*scratch) -> None:
         shared, number = _Shared(*scratch), lax.axis_index("group")
         chunk, part = shape.chunks - 1 - lax.axis_index("chunk"), lax.axis_index("part")  # the longest come first
-        at = (chunk * shape.parts + part) * 4
+        at = ((chunk * shape.parts + part) * shape.splits + lax.axis_index("split")) * 4
         blocks = _Range(*(inputs.ranges[at + i] for i in range(4)))
 
         @pl.when(number < GROUPS)
@@ -310,11 +343,12 @@ def _compute(shape: Shape, scale: float, inputs: _Inputs, outputs, shared: _Shar
     lse = top * (1 / LOG2E) + jnp.log(jnp.where(some, total, 1.0))
     shared.lse[number] = jnp.where(some, lse, -jnp.inf)
     plgpu.commit_smem()
+    split = lax.axis_index("split")
     for i, head, tokens in _heads(shape):
         mine, head_of_all = pl.ds(i * shape.tokens, shape.tokens), lax.axis_index("head") * shape.group + head
         copies = (
-            (results.at[mine], outputs[0].at[chunk, tokens, head_of_all]),
-            (shared.lse.at[number, mine], outputs[1].at[chunk, head_of_all, tokens]),
+            (results.at[mine], outputs[0].at[split, chunk, tokens, head_of_all]),
+            (shared.lse.at[number, mine], outputs[1].at[split, chunk, head_of_all, tokens]),
         )
         pl.when(head < shape.group)(functools.partial(_store, copies))
     plgpu.wait_smem_to_gmem(0)

@@ -31,6 +31,7 @@ CASES = {
     "three heads": replace(PAGED, group=3),
     "chunks of 128": replace(PAGED, width=128, group=2),
     "chunks of 8": replace(PAGED, width=8, group=16),
+    "ranges that programs share": replace(PAGED, starts=(0, 600, 127, -1, 90, 1000), columns=9),
 }
 
 
@@ -57,7 +58,18 @@ def test_equals_attention_by_xla(name):
         assert np.linalg.norm(x - y) <= 4e-3 * np.linalg.norm(y)
 
 
-@pytest.mark.parametrize("name", ["pages", "a ring"])
+@needs_hopper
+@pytest.mark.parametrize("splits", [2, 8])
+def test_shares_of_ranges_merge_to_the_whole(splits):
+    inputs, kernel = PAGED.inputs(4), on_prefill_kernel(prefill_attention)
+    got, want = (kernel(**inputs, **PAGED.static(), splits=n) for n in (splits, 1))
+    there = np.array(STARTS) >= 0
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(v, np.float32)[there] for v in (x, y))
+        assert np.linalg.norm(x - y) <= 4e-3 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("name", ["pages", "a ring", "ranges that programs share"])
 def test_lowers_anywhere(name):
     q, cache, positions = shapes_of(CASES[name])
     rows = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32)
