@@ -48,8 +48,10 @@ class HostMemory:
 
 
 def reachable(x: OnHost, device: Device) -> OnHost:
-    """A copy that this device can read: pinned memory is that of one device."""
-    return x if isinstance(x, np.ndarray) or x.devices() == {device} else as_numpy(x)
+    """What can be copied to this device: pinned memory is that of one device."""
+    if isinstance(x, np.ndarray) or x.devices() == {device} or x.sharding.memory_kind != _KIND:
+        return x
+    return as_numpy(x)
 
 
 def as_numpy(x: OnHost) -> np.ndarray:

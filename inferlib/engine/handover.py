@@ -1,50 +1,40 @@
-"""Pages and places on their way from devices that prefill to those that decode, in blocks (see `PageTransfer`)."""
+"""Pages and places on their way from devices that prefill to those that decode."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 
+from inferlib.cache.host_tier import Page
 from inferlib.cache.plan import CachePlan
 from inferlib.engine.places import Leaving, PlaceTransfer
-from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
+from inferlib.programs.page_transfer import PageTransfer
 from inferlib.sharding.shards import Shards
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @dataclass(eq=False)
-class Blocks:
-    """What was handed over, on the devices that decode, until it is written. nbytes: on each of them."""
+class Handed:
+    """A page, what a row gets, or a place that has both, on the devices that decode until it is written. nbytes: on
+    each of them, at most. whole: the place that it is a part of."""
 
-    arrays: Arrays
+    arrays: Page
     nbytes: int
-
-
-class Handed(NamedTuple):
-    """The content of a page: its place in some blocks."""
-
-    blocks: Blocks
-    place: int
-
-
-class HandedPlace(NamedTuple):
-    """The content of a place: of its page, and what a row gets."""
-
-    page: Handed
-    of_row: Blocks
+    whole: Handed | None = None
 
 
 class Handover:
-    """Reads what an engine has of prompts, and writes it to the cache of another one. plan, shards: of the first one's
-    cache and of the other's; the meshes are equal but for their devices."""
+    """Reads what an engine has of prompts, and writes it to the cache of another one. source, target: of the caches of
+    both; the meshes are equal but for their devices. A replica may write what another one read."""
 
     def __init__(self, source: tuple[CachePlan, Shards], target: tuple[CachePlan, Shards]):
+        self.plan = target[0]
         self._read, self._write = PageTransfer(*source), PageTransfer(*target)
-        of_rows = bool(target[0].snapshots)
+        of_rows = bool(self.plan.snapshots)
         self._read_places = PlaceTransfer(*source, self._read) if of_rows else None
         self._write_places = PlaceTransfer(*target, self._write) if of_rows else None
 
@@ -57,42 +47,37 @@ class Handover:
             self._write_places.prepare_write()
 
     def nbytes(self, pages: int, place: bool) -> int:
-        """Bytes that the blocks of so many pages, and of a place, take on a device that decodes."""
-        of_place = self._read_places.read_bytes if place and self._read_places is not None else 0
-        return -(-pages // CALL_PAGES) * self._write.call_bytes + of_place
+        """Bytes that so many pages take on a device that decodes, at most. place: the last one is that of a place."""
+        of_pages = pages * self._write.call_bytes // self._write.most
+        return of_pages + (self._write_places.write_bytes if place and self._write_places is not None else 0)
 
     def send(self, cache: Arrays, pages: Sequence[int]) -> list[Handed]:
-        """Pages on their way to the devices that decode. The cache stays."""
-        handed, of_pages = [], self._read.plan.part(cache, of_rows=False)
-        for first in range(0, len(pages), CALL_PAGES):
-            batch = pages[first : first + CALL_PAGES]
-            blocks = Blocks(self._write.received(self._read.read(of_pages, batch)), self._write.call_bytes)
-            handed += [Handed(blocks, place) for place in range(len(batch))]
-        return handed
+        """Pages of a replica on their way to the devices that decode. The cache stays."""
+        of_pages, handed = self.plan.part(cache, of_rows=False), []
+        for batch in self._read.batches(pages):
+            handed += self._read.sent(self._read.read(of_pages, batch), batch, self._write)
+        return [Handed(page, self.nbytes(1, place=False)) for page in handed]
 
-    def send_place(self, cache: Arrays, snapshots: Arrays, leaving: Leaving) -> HandedPlace:
+    def send_place(self, cache: Arrays, snapshots: Arrays, leaving: Leaving) -> Handed:
         """A place on its way. Cache and snapshots stay."""
         assert self._read_places is not None
         assert self._write_places is not None
-        page, of_row = self._write_places.received(self._read_places.read(cache, snapshots, leaving))
-        of_page = Blocks(page, self._write.call_bytes)
-        return HandedPlace(Handed(of_page, 0), Blocks(of_row, self._write_places.write_bytes))
+        blocks = self._read_places.read(cache, snapshots, leaving)
+        return Handed(self._read_places.sent(blocks, leaving, self._write_places), self.nbytes(1, place=True))
 
-    def write(self, cache: Arrays, pages: Mapping[int, Handed], rows: Mapping[int, Blocks]) -> Arrays:
+    def parts(self, place: Handed) -> tuple[Handed, Handed]:
+        """The page of a place, and what its row gets."""
+        assert self._write_places is not None
+        page, of_row = self._write_places.parts(place.arrays)
+        return Handed(page, 0, place), Handed(of_row, 0, place)
+
+    def write(self, cache: Arrays, pages: Mapping[int, Handed], rows: Mapping[int, Handed]) -> Arrays:
         """The cache, which is donated, with the contents of pages and rows."""
-        of_blocks: dict[Blocks, dict[int, int]] = {}
-        for page, (blocks, place) in pages.items():
-            of_blocks.setdefault(blocks, {})[place] = page
-        of_pages = self._write.plan.part(cache, of_rows=False)
-        for blocks, batch in of_blocks.items():
-            of_pages = self._write.write_blocks(of_pages, batch, blocks.arrays)
-        cache = self._write.plan.with_part(cache, of_pages, of_rows=False)
-        for row, blocks in rows.items():
+        of_pages = self.plan.part(cache, of_rows=False)
+        for batch in self._write.batches(pages):
+            of_pages, _ = self._write.write(of_pages, batch, [pages[page].arrays for page in batch])
+        cache = self.plan.with_part(cache, of_pages, of_rows=False)
+        for row, of_row in rows.items():
             assert self._write_places is not None
-            cache = self._write_places.write_blocks(cache, row, blocks.arrays)
+            cache, _ = self._write_places.write(cache, row, of_row.arrays)
         return cache
-
-
-def blocks_of(content: Handed | HandedPlace) -> list[Blocks]:
-    """The blocks that a content is in."""
-    return [content.blocks] if isinstance(content, Handed) else [content.page.blocks, content.of_row]

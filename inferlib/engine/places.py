@@ -106,16 +106,12 @@ class PlaceTransfer:
         rows, written = self._rows.write(self.plan.part(cache, of_rows=True), [row], [of_row])
         return self.plan.with_part(cache, rows, of_rows=True), written
 
-    def received(self, blocks: Sequence[jax.Array]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Blocks of a place that the transfer of an equal mesh of other devices read, on these devices: those of its
-        page, and what its row gets."""
+    def sent(self, blocks: Sequence[jax.Array], leaving: Leaving, target: PlaceTransfer) -> Page:
+        """The place on its way to an equal mesh of other devices, see `EntryTransfer.sent`."""
         count = self.pages.blocks
-        return self.pages.received(blocks[:count]), self._rows.received(blocks[count:])
-
-    def write_blocks(self, cache: tuple, row: int, blocks: tuple[jax.Array, ...]) -> tuple:
-        """The cache, which is donated, with a row that has the second of the blocks that it `received`."""
-        rows = self._rows.write_blocks(self.plan.part(cache, of_rows=True), {0: row}, blocks)
-        return self.plan.with_part(cache, rows, of_rows=True)
+        (page,) = self.pages.sent(blocks[:count], [leaving.page], target.pages)
+        (of_row,) = self._snapshots.sent(blocks[count:], [leaving.number], target._snapshots)
+        return page + of_row
 
     def parts(self, place: Page) -> tuple[Page, Page]:
         """The page of a place, and what its row gets."""

@@ -24,15 +24,16 @@ from jax.sharding import Mesh
 
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
-from inferlib.cache.snapshots import Resumed, Snapshot, Snapshots
+from inferlib.cache.snapshots import Resumed, Snapshot
 from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
 from inferlib.engine import transit
 from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch import Fetch
-from inferlib.engine.handover import Blocks, Handed, HandedPlace, Handover, blocks_of
+from inferlib.engine.handover import Handed, Handover
 from inferlib.engine.page_source import PageSource
 from inferlib.engine.places import Leaving
+from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.thread import EngineThread
 from inferlib.programs.program import ProgramKey
@@ -55,11 +56,12 @@ class Job(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What waits for room. nodes: from the first page on. snapshot: of a place, whose page is that of the last node."""
+    """What a replica has of a prompt. nodes: from the first page on. snapshot: of a place, whose page is that of the
+    last node."""
 
-    fetch: Fetch
-    nodes: tuple[Node, ...]
-    snapshot: Snapshot | None
+    replica: int = 0
+    nodes: tuple[Node, ...] = ()
+    snapshot: Snapshot | None = None
 
 
 class Prefiller(PageSource):
@@ -76,8 +78,8 @@ class Prefiller(PageSource):
         self._thread, self._waiter = EngineThread(), ThreadPoolExecutor(1, "inferlib-handover")
         # What follows belongs to the engine's own thread.
         self._jobs: dict[Sequence, Job] = {}
-        self._waiting: list[Computed] = []
-        self._handed = 0  # bytes of blocks on a device that are not written yet
+        self._waiting: list[tuple[Fetch, Computed]] = []  # for room
+        self._handed = 0  # bytes on a device that are not written yet, at most
         self._driving = False
 
     # ---- for the scheduler
@@ -161,8 +163,8 @@ class Prefiller(PageSource):
         self._thread.post(partial(self._add, twin_of(s, tokens), Job(fetch, s)))
         return fetch
 
-    def _parts(self, place: HandedPlace) -> tuple[Handed, Blocks]:
-        return place.page, place.of_row
+    def _parts(self, place: Handed) -> tuple[Handed, Handed]:
+        return self._handover.parts(place)
 
     def _end(self, fetch: Fetch) -> None:
         """What came of a fetch is in its pages."""
@@ -205,82 +207,78 @@ class Prefiller(PageSource):
 
     def _finish(self, twin: Sequence) -> None:
         """Hold the pages of a prompt, until there is room for them on the devices that decode."""
-        job, pages = self._jobs.pop(twin), self.engine.scheduler.pages[0]
-        if twin.error is not None or twin.status is not Status.FINISHED or pages.tree is None:
+        job = self._jobs.pop(twin)
+        if twin.error is not None or twin.status is not Status.FINISHED:
             self.engine.cancel(twin)
             self._end(job.fetch)
             return
         job.fetch.cached = twin.cached
-        computed = self._computed(twin, job.fetch, pages.tree, pages.snapshots)
-        pages.tree.refer(computed.nodes)
-        self._waiting.append(computed)
+        every = enumerate(self.engine.scheduler.pages)
+        computed = max((computed_of(twin, job.fetch, *of_one) for of_one in every), key=lambda x: len(x.nodes))
+        self._tree(computed).refer(computed.nodes)
+        self._waiting.append((job.fetch, computed))
         self._hand_over()
 
-    def _computed(self, twin: Sequence, fetch: Fetch, tree: PrefixTree, snapshots: Snapshots | None) -> Computed:
-        """What there is of a prompt: nothing if a snapshot that it needs is gone."""
-        match = tree.match(twin.cache_key, encoded(twin.prompt), fetch.place or len(twin.prompt))
-        if snapshots is None:
-            return Computed(fetch, match.nodes, None)
-        resumed, nodes = snapshots.resume(match), match.nodes if match.part is None else (*match.nodes, match.part)
-        if resumed.snapshot is None or resumed.tokens < fetch.place or nodes[-1].pending:
-            return Computed(fetch, (), None)
-        return Computed(fetch, nodes, resumed.snapshot)
+    def _tree(self, computed: Computed) -> PrefixTree:
+        tree = self.engine.scheduler.pages[computed.replica].tree
+        assert tree is not None
+        return tree
 
     def _hand_over(self) -> None:
         """Send pages to the devices that decode, as long as there is room for them."""
-        tree = self.engine.scheduler.pages[0].tree
-        while self._waiting and tree is not None:
-            computed = self._waiting[0]
-            has_place = computed.snapshot is not None
-            size = self._handover.nbytes(len(computed.nodes) - computed.fetch.first - has_place, has_place)
+        while self._waiting:
+            fetch, computed = self._waiting[0]
+            count, has_place = len(computed.nodes) - fetch.first, computed.snapshot is not None
+            size = self._handover.nbytes(count, has_place) if count > 0 else 0
             if self._handed and self._handed + size > transit.MOST_BYTES:
                 return
             del self._waiting[0]
             try:
-                sent = self._sent(computed)
+                sent = self._sent(fetch, computed)
             except Exception as error:  # memory, for one
                 log.warning("a prompt is prefilled beside decoding: its pages were not sent: %s", error)
                 sent = []
-            tree.release(computed.nodes)
+            self._tree(computed).release(computed.nodes)
             with suppress(RuntimeError):  # the interpreter ends
-                self._waiter.submit(self._arrived, computed.fetch, sent)
+                self._waiter.submit(self._arrived, fetch, sent)
 
-    def _sent(self, computed: Computed) -> list[Handed | HandedPlace]:
-        """What is on its way to the devices that decode."""
-        nodes, engine, snapshot = computed.nodes[computed.fetch.first :], self.engine, computed.snapshot
+    def _sent(self, fetch: Fetch, computed: Computed) -> list[Handed]:
+        """What is on its way to the devices that decode: all that was asked for, or nothing."""
+        engine, snapshot, of_replica = self.engine, computed.snapshot, self.engine.scheduler.pages[computed.replica]
+        first = computed.replica * of_replica.pool.count
+        pages = [first + node.page for node in computed.nodes]
         if snapshot is None:
-            sent: list[Handed | HandedPlace] = [*self._handover.send(engine.cache, [node.page for node in nodes])]
-        elif snapshot.number < 0:  # another one took its place
+            sent = self._handover.send(engine.cache, pages[fetch.first :])
+        elif of_replica.snapshots is None or snapshot.number < 0:  # another one took its place
             return []
         else:
             engine.change_rows()
-            *pages, last = [node.page for node in computed.nodes]
-            leaving = Leaving(last, snapshot.number, snapshot.first, snapshot.last)
-            sent = [*self._handover.send(engine.cache, pages[computed.fetch.first :])]
+            number = computed.replica * of_replica.snapshots.count + snapshot.number
+            leaving = Leaving(pages.pop(), number, snapshot.first, snapshot.last)
+            sent = self._handover.send(engine.cache, pages[fetch.first :])
             sent.append(self._handover.send_place(engine.cache, engine.snapshots, leaving))
-        for blocks in {blocks for x in sent for blocks in blocks_of(x)}:
-            finalize(blocks, self._thread.post, partial(self._freed, blocks.nbytes)).atexit = False
-            self._handed += blocks.nbytes
+        for handed in sent:
+            finalize(handed, self._thread.post, partial(self._freed, handed.nbytes)).atexit = False
+            self._handed += handed.nbytes
         return sent
 
     def _lose_waiting(self) -> None:
         """The engine failed, and pages that were not sent yet are lost with its cache."""
-        pages = self.engine.scheduler.pages[0]
-        for computed in self._waiting:
-            if pages.tree is not None:
-                pages.tree.release(computed.nodes)
-            self._end(computed.fetch)
+        for fetch, computed in self._waiting:
+            self._tree(computed).release(computed.nodes)
+            self._end(fetch)
         self._waiting = []
-        pages.forget()
+        for pages in self.engine.scheduler.pages:
+            pages.forget()
 
     def _freed(self, nbytes: int) -> None:
         self._handed -= nbytes
         self._hand_over()
 
-    def _arrived(self, fetch: Fetch, sent: list[Handed | HandedPlace]) -> None:
+    def _arrived(self, fetch: Fetch, sent: list[Handed]) -> None:
         """Wait for pages in a thread for that, so that the devices that decode never do."""
         try:
-            jax.block_until_ready([blocks.arrays for x in sent for blocks in blocks_of(x)])
+            jax.block_until_ready([handed.arrays for handed in sent])
             fetch.pages = [(content, "prefill") for content in sent]
         except Exception as error:
             log.warning("a prompt is prefilled beside decoding: its pages did not come: %s", error)
@@ -292,6 +290,19 @@ def goes_apart(s: Sequence, match: Match, page: int) -> bool:
     if isinstance(match, Resumed):
         return s.takes_cached and s.length - 1 - match.tokens >= page
     return s.takes_cached and (s.length - 1) // page > len(match.nodes)
+
+
+def computed_of(twin: Sequence, fetch: Fetch, replica: int, pages: ReplicaPages) -> Computed:
+    """What a replica has of a prompt that was computed: nothing if a snapshot that it needs is gone."""
+    if pages.tree is None:
+        return Computed()
+    match = pages.tree.match(twin.cache_key, encoded(twin.prompt), fetch.place or len(twin.prompt))
+    if pages.snapshots is None:
+        return Computed(replica, match.nodes)
+    resumed, nodes = pages.snapshots.resume(match), match.nodes if match.part is None else (*match.nodes, match.part)
+    if resumed.snapshot is None or resumed.tokens < fetch.place or nodes[-1].pending:
+        return Computed()
+    return Computed(replica, nodes, resumed.snapshot)
 
 
 def twin_of(s: Sequence, tokens: int) -> Sequence:
@@ -331,7 +342,6 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
         "run programs of their own, which artifacts do not have: leave artifacts out": compiled,
         "hand over pages, and all layers keep rings or states": all(programs.plan.of_rows),
         f"hand over pages that prompts share, and {without}": without is not None,
-        "serve one replica: leave dp and ep out of parallel": config.shards.replicas > 1,
         "serve devices of one process": config.shards.several_processes,
         "take the place of tiers: leave host_cache and disk_cache out": config.has_tiers,
         "count no load: leave expert_load out": config.expert_load,

@@ -145,36 +145,35 @@ class EntryTransfer:
             of_replica.setdefault(page // self.each, []).append(content)
         return self._write(cache, self._numbers(pages), self._sent(of_replica))
 
-    def received(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Blocks that the transfer of an equal mesh of other devices read, on these devices."""
-        return tuple(jax.device_put(list(blocks), self.most * self._places_of_blocks))
-
-    def write_blocks(
-        self, cache: tuple[jax.Array, ...], pages: Mapping[int, int], blocks: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        """The cache, which is donated, with pages whose contents are in blocks that it `received`. pages: of one
-        replica, by their places in the blocks."""
-        numbers = np.full((self.most, 1), self.each, np.int32)
-        numbers[list(pages), 0] = list(pages.values())
-        return self._write(cache, numbers, blocks)[0]
-
     def cut(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[Page]:
         """The pages of blocks that were read, on the host. It waits for the copies."""
-        parts, devices = [], []
+        devices = [device for place in self._places(pages) for device in self._devices(place // self.most)]
+        return self._pages(self.memory.copies(self._parts(blocks, pages), devices))
+
+    def sent(self, blocks: Sequence[jax.Array], pages: Sequence[int], target: EntryTransfer) -> list[Page]:
+        """The pages of blocks that were read, on their way to the same replicas of an equal mesh of other devices.
+        target: the transfer of that mesh, which writes them to any of its replicas."""
+        devices = [device for place in self._places(pages) for device in target._devices(place // self.most)]
+        return self._pages(jax.device_put(self._parts(blocks, pages), list(map(SingleDeviceSharding, devices))))
+
+    def hosted(self, page: Page) -> Page:
+        """A page from elsewhere, such as a file, as those on the host are."""
+        return self._pages(self.memory.copies(page, self._devices(0)))[0]
+
+    def _parts(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[jax.Array]:
+        """The arrays of the pages in blocks, each on one device."""
+        parts = []
         for place in self._places(pages):
             replica, entry = divmod(place, self.most)
             for group, layout in enumerate(self._layouts):
                 block = blocks[entry * len(self.groups) + group]
                 shards = {shard.device: shard.data for shard in block.addressable_shards}
-                for device in self._first(layout, replica):
-                    parts.append(shards[device])
-                    devices.append(device)
-        return self._pages(self.memory.copies(parts, devices))
+                parts += [shards[device] for device in self._first(layout, replica)]
+        return parts
 
-    def hosted(self, page: Page) -> Page:
-        """A page from elsewhere, such as a file, as those on the host are."""
-        devices = [device for layout in self._layouts for device in self._first(layout, 0)]
-        return self._pages(self.memory.copies(page, devices))[0]
+    def _devices(self, replica: int) -> list[Device]:
+        """Of each array of a page of a replica, a device that has it."""
+        return [device for layout in self._layouts for device in self._first(layout, replica)]
 
     def _pages(self, arrays: Sequence[Any]) -> list[Page]:
         size = len(self.forms)

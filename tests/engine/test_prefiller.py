@@ -19,11 +19,12 @@ from inferlib.engine import transit
 from inferlib.engine.engine import Engine
 from inferlib.engine.prefiller import Prefiller, check_prefilling, prefiller_of
 from inferlib.programs.counter import compilations
+from inferlib.sharding.mesh import Parallelism
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import poison
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence
-from tests.helpers.shared_beginnings import BESIDE_KINDS, JOB, SAMPLED, assert_as_if_alone, prompt_of
+from tests.helpers.shared_beginnings import BESIDE_KINDS, JOB, PAGE, SAMPLED, assert_as_if_alone, prompt_of
 
 KIND = "llama stacked"
 
@@ -135,7 +136,7 @@ def test_a_snapshot_that_is_lost_is_computed_beside_decoding(apart, alone, monke
         engine.add(s)
         while not source._waiting:
             engine.advance()
-        snapshots, lost = source.engine.scheduler.pages[0].snapshots, source._waiting[0].snapshot
+        snapshots, lost = source.engine.scheduler.pages[0].snapshots, source._waiting[0][1].snapshot
         source._thread.run(lambda: (snapshots.drop(lost),))
         monkeypatch.undo()
         source._thread.run(lambda: (source._hand_over(),))
@@ -156,10 +157,10 @@ def test_any_traffic_is_as_if_alone(kind, apart, alone, jobs):
 def test_pages_that_cannot_be_sent_are_computed_beside_decoding(apart, alone, monkeypatch, caplog):
     with apart(KIND) as (engine, source):
 
-        def fail(blocks):
+        def fail(cache, pages):
             raise ValueError("no memory")
 
-        monkeypatch.setattr(source._handover._write, "received", fail)
+        monkeypatch.setattr(source._handover, "send", fail)
         s = sequence(random_prompts([40], seed=13)[0], 5)
         assert run(engine, [s]) == [alone(KIND, s.prompt, 5)]
         assert "its pages were not sent: no memory" in caplog.text
@@ -193,26 +194,38 @@ def test_an_llm_warms_up_sleeps_and_forgets(kind, handed, checkpoint):
     assert llm.stats.handed_tokens == 3 * handed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {"parallel": "tp=2"}),
-        ("llama", {"speculation": "ngram:3"}),
-        ("llama", {"kv_cache_dtype": "int8"}),
-        ("gpt_oss", {"parallel": "tp=2"}),
-        ("gpt_oss", {"speculation": "ngram:3"}),
-        ("qwen3_5_text", {"parallel": "tp=2"}),
+        ("llama", {"parallel": "dp=2"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", {"parallel": "tp=2"}),
+                ("llama", {"parallel": "dp=2,tp=2"}),
+                ("llama", {"parallel": "dp=2,tp=2,rules=dp_attention"}),
+                ("llama", {"speculation": "ngram:3"}),
+                ("llama", {"kv_cache_dtype": "int8"}),
+                ("gpt_oss", {"parallel": "tp=2"}),
+                ("gpt_oss", {"parallel": "ep=2"}),
+                ("gpt_oss", {"speculation": "ngram:3"}),
+                ("qwen3_5_text", {"parallel": "tp=2"}),
+                ("qwen3_5_text", {"parallel": "dp=2"}),
+            ]
+        ),
     ],
     ids=str,
 )
 def test_kinds_of_engines(kind, options, checkpoint):
+    """A second time all devices have the prompts, on any replica."""
     path, prompts = checkpoint(kind), random_prompts([40, 20, 70], seed=11)
-    devices = jax.devices()[4:6] if "parallel" in options else [jax.devices()[1]]
+    prompts += [prompt_of(40, tail, 9) for tail in range(4)]
+    count = Parallelism.parse(options.get("parallel", "")).devices
+    devices = jax.devices()[4 : 4 + count]
     outputs = []
     for more in ({}, {"prefill_devices": devices}):
-        llm = build_llm(path, LEAST, **options, **more)
-        outputs.append([x.outputs[0].token_ids for x in llm.generate(prompts, GREEDY)])
+        llm = build_llm(path, LEAST, page_size=PAGE, **options, **more)
+        outputs.append([x.outputs[0].token_ids for _ in range(2) for x in llm.generate(prompts, GREEDY)])
     assert outputs[0] == outputs[1]
     assert llm.stats.handed_tokens >= 32 + 16 + 64
 

@@ -16,7 +16,8 @@ from inferlib.aot.compile import environment
 from inferlib.cache.plan import BlockCache, CachePlan
 from inferlib.programs.page_transfer import EntryTransfer, PageTransfer, _at_once, _one_by_one
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.mesh import Parallelism, make_mesh
+from inferlib.sharding.rules import preset
 from inferlib.sharding.shards import Shards, make_shards
 from inferlib.targets import parse_target
 
@@ -50,11 +51,39 @@ def test_one_entry_a_call(parallel):
     assert_come_back(transfer, *(([3], [0]) if parallel is None else ([2], [9])))
 
 
+@pytest.mark.parametrize("parallel", [None, "dp=2,tp=2"])
+def test_pages_go_to_other_devices(parallel):
+    """In part to the other replica there."""
+    meshes = Shards(), Shards()
+    if parallel is not None:
+        shape = Parallelism.read(parallel)
+        both = jax.devices()[:4], jax.devices()[4:]
+        meshes = tuple(Shards(make_mesh(shape, devices), preset(shape.rules)) for devices in both)
+    plan = plan_of(5 * meshes[0].replicas)
+    source, target = (PageTransfer(plan, shards) for shards in meshes)
+    pages, others = ([3, 1], [0, 4]) if parallel is None else ([1, 7, 3], [9, 0, 8])
+    host, cache = random_cache(source)
+    sent = source.sent(source.read(cache, pages), pages, target)
+    used = {device for page in sent for x in page for device in x.devices()}
+    assert used <= (set(jax.devices()[:1]) if parallel is None else set(jax.devices()[4:]))
+    before, there = random_cache(target, seed=1)
+    there, _ = target.write(there, others, sent)
+    for of_source, of_target, after, x in zip(host, before, there, plan.arrays, strict=True):
+        expected, stack = of_target.copy(), (slice(None),) * x.axes.index(axes.PAGES)
+        expected[(*stack, others)] = of_source[(*stack, pages)]
+        np.testing.assert_array_equal(after, expected)
+
+
+def random_cache(transfer: EntryTransfer, seed: int = 0) -> tuple[list[np.ndarray], tuple[jax.Array, ...]]:
+    """Arrays on the host, and the same ones on the devices."""
+    rng, sharding = np.random.default_rng(seed), transfer.shards.sharding
+    host = [rng.integers(-99, 99, x.shape).astype(x.dtype) for x in transfer.arrays]
+    return host, tuple(jax.device_put(x, sharding(of.axes)) for x, of in zip(host, transfer.arrays, strict=True))
+
+
 def assert_come_back(transfer: EntryTransfer, source: list[int], target: list[int]) -> None:
     """Pages of random arrays that are read are those that they are written to, and no others change."""
-    rng, sharding = np.random.default_rng(0), transfer.shards.sharding
-    host = [rng.integers(-99, 99, x.shape).astype(x.dtype) for x in transfer.arrays]
-    cache = tuple(jax.device_put(x, sharding(of.axes)) for x, of in zip(host, transfer.arrays, strict=True))
+    (host, cache), sharding = random_cache(transfer), transfer.shards.sharding
     pages = transfer.cut(transfer.read(cache, source), source)
     assert all(sum(x.nbytes for x in page) == transfer.nbytes for page in pages)
     cache, _ = transfer.write(cache, target, pages)
