@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,3 +18,9 @@ def expected_trips(count: float) -> AbstractContextManager[Any, Any]:
 def most_trips(count: int) -> AbstractContextManager[Any, Any]:
     """The same of loops that run at most `count` times, which is how often they count."""
     return jax.named_scope(f"most_trips={count}")
+
+
+def trips_in(scope: str) -> int:
+    """How often a loop counts that lies in a scope: as `most_trips` says if it is marked so, else once."""
+    marked = re.search(r"\bmost_trips=(\d+)$", scope)
+    return int(marked[1]) if marked else 1

@@ -20,7 +20,7 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import ConfigurationError, PoolSize, check_kv_cache_dtype
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
-from inferlib.models.config import AttentionSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, LoopSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
@@ -46,7 +46,7 @@ from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, plac
 from inferlib.planning.rates import PEAK, Part
 from inferlib.planning.sampling_passes import logits_bytes
 from inferlib.programs.program import Mode, ProgramKey
-from inferlib.programs.row_state import RowState
+from inferlib.programs.row_state import RowState, of_loop
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
@@ -328,7 +328,7 @@ class Deployed:
         tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
         widest = max(self._widest(m, tokens) for m in self.matrices if m.use == "tokens")
         live = 2 * widest + tokens * (4 * self.width + scores * 4) + rows * vocab * 4
-        return Memory(weights, cache, _state_bytes(rows, vocab, plan.columns), 2 * live)
+        return Memory(weights, cache, _state_bytes(rows, vocab, plan.columns, self.config.loop), 2 * live)
 
     def _widest(self, matrix: Matrix, tokens: int) -> int:
         """Activations of a device's tokens that a matrix produces; for experts, as many as a round has room for."""
@@ -539,6 +539,7 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _state_bytes(rows: int, vocab: int, columns: int) -> int:
-    state = jax.eval_shape(lambda: RowState.zeros(rows, vocab, columns))
+def _state_bytes(rows: int, vocab: int, columns: int, loop: LoopSpec | None) -> int:
+    numbers = tuple(name for name, there in of_loop(loop).items() if there)
+    state = jax.eval_shape(lambda: RowState.zeros(rows, vocab, columns, numbers=numbers))
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))

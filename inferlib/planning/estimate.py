@@ -118,6 +118,10 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.sum_tokens("per-layer embeddings", (axes.VOCAB,), numbers, dtype)
         ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
     _streams(ledger, model, tokens, 1)
+    if (loop := config.loop) is not None:
+        ledger.reduce("how many steps of the core", (axes.ROWS,), (), np.int32)
+        for axis in (axes.ROWS, axes.TOKENS) if loop.early_exit and loop.steps > 1 else ():
+            ledger.reduce("whether to go on", (axis,), (), np.int32, loop.steps)
     passed = set()  # unscanned layers whose cache was passed on: XLA passes it on once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = config.layers[layers[0]], len(layers) * config.runs(layers[0])

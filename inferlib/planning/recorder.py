@@ -22,6 +22,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of
 from inferlib.ops.backend import Backend
+from inferlib.ops.loops import trips_in
 from inferlib.planning.collective_purposes import branch_of, purpose_of
 from inferlib.planning.collectives import Collective, Kind
 from inferlib.programs.program import ProgramKey, build
@@ -130,9 +131,10 @@ class _Recording:
         inner = list(_jaxprs(eqn))
         if (kernel := eqn.params.get("name")) in _KERNELS:
             self._note_kernel(eqn, kernel, path, times)
-        elif name in ("scan", "while"):  # the body of a scan runs as often as that says, that of another loop once
+        elif name in ("scan", "while"):
+            trips = eqn.params["length"] if name == "scan" else trips_in(path)
             for jaxpr in inner:
-                self.read(jaxpr, (), times * (eqn.params["length"] if name == "scan" else 1), path)
+                self.read(jaxpr, (), times * trips, path)
         elif name == "cond":
             self.read(inner[-1], (), times, path)  # the default branch
         elif len(inner) == 1 and name != "pallas_call" and len(inner[0].invars) == len(inputs):

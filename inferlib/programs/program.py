@@ -32,7 +32,7 @@ from inferlib.models.depth import Depths
 from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
-from inferlib.programs.row_state import NUMBERS, RowState, map_state, state_axes
+from inferlib.programs.row_state import NUMBERS, RowState, map_state, of_loop, state_axes
 from inferlib.programs.unsettled import Inputs, has_states, of_device, on_device, spec_of
 from inferlib.programs.verification import (
     Advance,
@@ -262,8 +262,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
         features=drafter is not None and bool(drafter.feature_layers),
         first=drafter is not None and drafter.defers,
         dropped=config.compacted is not None,
-        depth=model.config.loop is not None,
-        threshold=model.config.loop is not None and model.config.loop.early_exit,
+        **of_loop(model.config.loop),
     )
 
 

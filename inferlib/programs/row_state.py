@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from inferlib.models.config import LoopSpec
 from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
 
@@ -130,6 +131,11 @@ def state_axes(**there: bool) -> Any:
     """The logical axes of the fields of a state, None of those that it lacks. there: by the names of optional fields,
     whether it has them."""
     return STATE_AXES._replace(**{name: None for name, present in there.items() if not present})
+
+
+def of_loop(loop: LoopSpec | None) -> dict[str, bool]:
+    """Whether the state of a model has each of the fields that say how rows take its loop."""
+    return {"depth": loop is not None, "threshold": loop is not None and loop.early_exit}
 
 
 def axes_of(state: RowState) -> Any:

@@ -222,6 +222,20 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     assert {c.purpose for c in recorded} <= {*PURPOSES.values(), *branches}
 
 
+def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded():
+    """As if none left it."""
+    config, shards = config_from_hf(load("parcae-370m")), planned_shards(Parallelism.parse("cp=2,tp=2,dp=2"))
+    assert config.loop is not None
+    config = replace(config, loop=replace(config.loop, early_exit=True))
+    engine = EngineConfig.make("tpu", 16, 2048, shards=shards)
+    model = abstract_model(config, "bfloat16", scan=True, shards=shards)
+    plan = plan_cache(model, rows=16, max_len=2048, chunk=512, dtype="bfloat16", platform="tpu")
+    for key in (ProgramKey("greedy", engine.rows, 2048), ProgramKey("greedy", 0, 2048, chunks=1, chunk=512)):
+        recorded = record(model, plan, engine, key)
+        assert counted(estimate(model, plan, shards, key, engine.backend)) == counted(recorded)
+        assert {"whether to go on", "how many steps of the core"} <= {c.purpose for c in recorded}
+
+
 def counted(collectives: Iterable[Collective]) -> Counter[Collective]:
     """How often each collective takes place, whatever it is for."""
     counts = Counter()
