@@ -73,7 +73,8 @@ class Prefiller(PageSource):
 
     def __init__(self, engine: Engine, plan: CachePlan, shards: Shards):
         super().__init__(plan.page, ("prefill",))
-        self.engine, self.unit = engine, engine.config.prefill_unit
+        self.engine, self.unit, drafter = engine, engine.config.prefill_unit, engine.programs.drafter
+        self._defers = drafter is not None and drafter.defers  # to when the next token is known, which the twin has then
         self._handover = Handover((engine.plan, engine.config.shards), (plan, shards))
         self._thread, self._waiter = EngineThread(), ThreadPoolExecutor(1, "inferlib-handover")
         # What follows belongs to the engine's own thread.
@@ -153,7 +154,7 @@ class Prefiller(PageSource):
         fetch = Fetch(len(match.nodes))
         if not goes_apart(s, match, self.page):
             return fetch
-        tokens = (s.length - 1) // self.page * self.page
+        tokens = (s.length - 1) // self.page * self.page + self._defers
         if isinstance(match, Resumed):
             fetch.place = (s.length - 1) // self.unit * self.unit
             fetch.first = min(len(match.whole.nodes), fetch.place // self.page)
@@ -337,7 +338,7 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
         raise ConfigurationError(
             f"prefill_devices are as many as those that decode, {len(used)}, all different, got {len(chosen)}"
         )
-    without, decided = programs.plan.no_prefix_caching(config), config.speculation
+    without = programs.plan.no_prefix_caching(config)
     reasons = {
         "run programs of their own, which artifacts do not have: leave artifacts out": compiled,
         "hand over pages, and all layers keep rings or states": all(programs.plan.of_rows),
@@ -345,7 +346,6 @@ def check_prefilling(devices: Any, programs: ProgramSet, config: EngineConfig, *
         "serve devices of one process": config.shards.several_processes,
         "take the place of tiers: leave host_cache and disk_cache out": config.has_tiers,
         "count no load: leave expert_load out": config.expert_load,
-        "have no model that drafts: take 'ngram', or leave speculation out": decided is not None and decided.by_model,
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         raise ConfigurationError(f"prefill_devices {why}")
@@ -365,8 +365,9 @@ def prefiller_of(programs: ProgramSet, weights: tuple[jax.Array, ...], devices: 
         else Parallelism(**{name: mesh.shape[name] for name in MESH_AXES}, rules=rules.name)
     )
     shards = Shards(make_mesh(shape, devices), rules or preset(shape.rules))
-    apart = replace(config, shards=shards, itl=None, speculation=None, cascade=False)
-    of_engine = ProgramSet(model, plan, apart, programs.layouts)
+    drafts = None if programs.drafter is None else config.speculation  # of a model, which has cells of prompts too
+    apart = replace(config, shards=shards, itl=None, speculation=drafts, cascade=False)
+    of_engine = ProgramSet(model, plan, apart, programs.layouts, drafter=programs.drafter)
     places = [form or shards.sharding(spec.axes) for form, spec in zip(of_engine.formats, of_engine.specs, strict=True)]
     copies = tuple(jax.device_put(list(weights), places))
     return Prefiller(Engine(model, copies, apart, programs=of_engine), plan, config.shards)

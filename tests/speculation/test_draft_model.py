@@ -195,6 +195,24 @@ def test_changing_counts_and_batches(path, without, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 10
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_other_devices_prefill(family, checkpoint, counts):
+    """The cells and states of the draft model, too: all drafts stand of a model that drafts for itself."""
+    counts(3, 3, 0)
+    path, params = checkpoint(family), dataclasses.replace(GREEDY, max_tokens=28)
+    jobs = [(prompt, params) for prompt in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
+    expected = run(build_llm(path, BUCKETS, decode_steps=3), jobs)
+    llm = drafting(path, path, prefill_devices=[1], page_size=8)
+    for engine in (llm.engine, llm.engine.source.engine):
+        poison(engine)
+    for _ in range(2):
+        assert_same(run(llm, jobs), expected)
+        assert_accounted(llm.engine)
+        assert_accounted(llm.engine.source.engine)
+    assert llm.stats.handed_tokens > 40
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"scan": True}, {"kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}], ids=str)
 def test_kinds_of_caches(path, other, options):

@@ -168,7 +168,14 @@ def test_changing_counts_and_batches(path, head, without, counts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [{"scan": True}, {"kv_cache_dtype": "int8"}, {"parallel": "tp=2"}, {"parallel": "dp=2,tp=4"}, {"parallel": "cp=2"}],
+    [
+        {"scan": True},
+        {"kv_cache_dtype": "int8"},
+        {"parallel": "tp=2"},
+        {"parallel": "dp=2,tp=4"},
+        {"parallel": "cp=2"},
+        {"prefill_devices": [1], "page_size": 8},
+    ],
     ids=str,
 )
 def test_kinds_of_engines(path, head, more):
