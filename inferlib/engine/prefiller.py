@@ -74,7 +74,7 @@ class Prefiller(PageSource):
     def __init__(self, engine: Engine, plan: CachePlan, shards: Shards):
         super().__init__(plan.page, ("prefill",))
         self.engine, self.unit, drafter = engine, engine.config.prefill_unit, engine.programs.drafter
-        self._defers = drafter is not None and drafter.defers  # to when the next token is known, which the twin has then
+        self._defers = drafter is not None and drafter.defers  # until the next token is known, which the twin has then
         self._handover = Handover((engine.plan, engine.config.shards), (plan, shards))
         self._thread, self._waiter = EngineThread(), ThreadPoolExecutor(1, "inferlib-handover")
         # What follows belongs to the engine's own thread.

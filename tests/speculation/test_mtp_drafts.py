@@ -108,7 +108,9 @@ def test_its_weights_are_counted(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"scan": True, "kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}, {"prefill_devices": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"scan": True, "kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}, {"prefill_devices": [1]}], ids=str
+)
 def test_kinds_of_engines(path, more):
     jobs = JOBS[:4] + ALONE
     expected = run(build_llm(path, BUCKETS, decode_steps=3, **more), jobs)
