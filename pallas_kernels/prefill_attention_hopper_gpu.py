@@ -93,10 +93,8 @@ class Shape:
     @property
     def best_splits(self) -> int:
         """A power of two, of at most 8."""
-        longest, programs = (
-            self.columns * self.page_slots // KEYS,
-            self.kv_heads * self.shares * self.parts * self.chunks,
-        )
+        longest = self.columns * self.page_slots // KEYS
+        programs = self.kv_heads * self.shares * self.parts * self.chunks
         most = min(PROGRAMS // programs, longest // LEAST_BLOCKS, 8)
         return 1 << max(most, 1).bit_length() - 1
 
@@ -122,8 +120,8 @@ class _Range(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * splits * 4]. table [P * M]. queries
-    [P, C, K * G, h]. k, v [N, K, S, h]."""
+    """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * splits * 4]. table [P * M].
+    queries [P, C, K * G, h]. k, v [N, K, S, h]."""
 
     first: Any
     last: Any
