@@ -63,13 +63,15 @@ class Check:
 
 def candidates(ranking: Ranking, count: int) -> list[Option]:
     """The best plan of each of the `count` best meshes. Raises CompileError for a target without the TPU compiler, and
-    for plans with drafts or a cache policy."""
+    for plans with drafts, a cache policy or a depth."""
     if ranking.target.platform != "tpu":
         raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
     if any(option.drafts for option in ranking.options):
         raise CompileError("plans with drafts are not verified: leave out speculation, or compile the plan with it")
     if any(option.deployed.cache_policy for option in ranking.options):
         raise CompileError("plans with cache_policy are not verified: leave it out, or compile the plan with it")
+    if ranking.workload.depth is not None:
+        raise CompileError("plans with a depth are not verified, as programs count all steps of the core: leave it out")
     check_compiler(ranking.target)
     by_mesh: dict[str, Option] = {}
     for option in ranking.options:

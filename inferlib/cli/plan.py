@@ -22,6 +22,9 @@ class WorkloadArguments:
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64
+    depth: Annotated[
+        int | None, typer.Option(help="Of a looped model: how many steps of its core a pass runs; by default all.")
+    ] = None
     slo: Annotated[str, typer.Option(help="Limits in seconds that must hold, such as ttft=0.5,itl=0.02.")] = ""
     speculation: Annotated[
         str | None,
@@ -88,13 +91,13 @@ def plan(
     from inferlib.planning.simulator import mean_workload
 
     with user_errors():
-        others = {"cache-policy": formats.cache_policy}
+        others = {"cache-policy": formats.cache_policy, "depth": work.depth}
         trace.check(verify=output.verify, plot=output.plot, speculation=work.speculation, **others)
         source = shape.source(files=False)
         drafts = drafts_option(work.speculation, work.acceptance, source)
         offers = trace.offers() if trace.trace else None
         if offers is None:
-            workload = Workload(work.input_len, work.output_len, work.concurrency)
+            workload = Workload(work.input_len, work.output_len, work.concurrency, work.depth)
         else:
             workload = mean_workload(offers, work.concurrency)
         result = rank(

@@ -84,7 +84,7 @@ def plan(
         raise TypeError(f"plan() got an unexpected keyword argument {unknown[0]!r}; formats are {known}")
     quantization, kv_cache_dtype = stored.get("quantization"), stored.get("kv_cache_dtype")
     if not isinstance(workload, Workload):
-        raise PlanError(f"workload must be Workload(input_len, output_len, concurrency), got {brief(workload)}")
+        raise PlanError(f"workload must be Workload(input_len, output_len, concurrency, depth), got {brief(workload)}")
     for name, value, kind in (("target", target, str), ("quantization", quantization, str | None)):
         if not isinstance(value, kind):
             raise ConfigurationError(f"{name} must be text, got {brief(value)}")
@@ -184,7 +184,7 @@ class PlanResult(Tables):
         """The result with the best plan of each of the best `meshes` compiled by the TPU compiler, without a TPU.
 
         started, done: called with a program's name before and after it compiles. Raises CompileError for a target that
-        is no TPU slice, without the compiler, or for plans with drafts or a cache policy.
+        is no TPU slice, without the compiler, or for plans with drafts, a cache policy or a depth.
         """
         checks = verify(
             self.source.hf,
@@ -212,7 +212,7 @@ class PlanResult(Tables):
         return {
             "model": self.source.name,
             "target": ranking.target.name,
-            "workload": vars(ranking.workload),
+            "workload": {name: value for name, value in vars(ranking.workload).items() if value is not None},
             "slo": vars(ranking.slo),
             "speculation": self.drafts
             and {

@@ -31,6 +31,7 @@ def title(ranking: Ranking, model: str) -> str:
     work, target, best = ranking.workload, ranking.target, ranking.best.deployed
     cache = f"; cache of {best.kv_cache_dtype}" if best.kv_cache_dtype else ""
     cache += f"; cache by {best.cache_policy}" if best.cache_policy else ""
+    cache += f"; {work.depth} steps of the core" if work.depth else ""
     return (
         f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "
         f"{work.output_len}, {work.concurrency} at a time{cache}"

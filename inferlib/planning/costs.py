@@ -221,7 +221,8 @@ class Deployed:
     """A model on a mesh of a target.
 
     quantization: of the weights, None for bfloat16. kv_cache_dtype: None for bfloat16. Raises ConfigurationError for an
-    unknown one. cache_policy: what rows' caches keep, None for all.
+    unknown one. cache_policy: what rows' caches keep, None for all. depth: how many steps of a loop's core a pass runs,
+    which decides its time; None: all, for which there is memory in any case.
     """
 
     config: ModelConfig
@@ -230,6 +231,7 @@ class Deployed:
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
     cache_policy: CachePolicy | None = None
+    depth: int | None = None
 
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)
@@ -375,7 +377,16 @@ class Deployed:
             queries.append(Queries(key.rows, key.rows, live, live, decode=True, longest=key.limit))
         return self._work(key, key.chunks + key.rows, queries)
 
+    @cached_property
+    def shallow(self) -> Deployed:
+        """The same model with a core of `depth` steps."""
+        assert self.config.loop is not None
+        loop = replace(self.config.loop, steps=self.depth)
+        return replace(self, config=replace(self.config, loop=loop), depth=None)
+
     def _work(self, key: ProgramKey, sampled: int, queries: Sequence[Queries]) -> Work:
+        if self.depth is not None:
+            return self.shallow._work(key, sampled, queries)
         tokens, decode = sum(q.tokens for q in queries), not key.chunks
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
         matrices = [m for m in self.matrices for _ in range(m.passes)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from inferlib.config import DeviceKind, EngineOptions, PoolSize
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.depth import depth_of
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
@@ -30,15 +31,19 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of `input_len` prompt tokens and `output_len` generated ones, `concurrency` at a time."""
+    """Requests of `input_len` prompt tokens and `output_len` generated ones, `concurrency` at a time. depth: of a
+    looped model, how many steps of its core a pass runs on average; None: all."""
 
     input_len: int = 1024
     output_len: int = 256
     concurrency: int = 64
+    depth: int | None = None
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{field.name} must be at least 1, got {value!r}")
 
@@ -252,16 +257,18 @@ def rank(
         )
     if workload.max_len > config.context:
         raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
+    if workload.depth is not None:
+        check_depth(workload.depth, config, target)
     if cache_policy is not None:
-        settings: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, speculation=drafts and drafts.speculation)
-        options = EngineOptions(max_len=workload.max_len, cache_policy=cache_policy, **settings)
+        taken: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, speculation=drafts and drafts.speculation)
+        options = EngineOptions(max_len=workload.max_len, cache_policy=cache_policy, **taken)
         options.resolve(DeviceKind(target.platform)).check_model(config)
+    settings: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, cache_policy=cache_policy, depth=workload.depth)
     every = [
         option
         for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
-        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype, cache_policy))
-        and deployed.compacts
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, **settings)) and deployed.compacts
         for option in _options(deployed, workload, drafts)
     ]
     if not every and cache_policy is not None:
@@ -273,6 +280,16 @@ def rank(
     if not options:
         raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
     return Ranking(workload, slo, target, ()).of(options)
+
+
+def check_depth(depth: int, config: ModelConfig, target: Target) -> None:
+    """Raise PlanError if no pass of a model on a target runs so many steps of its core."""
+    try:
+        depth_of(depth, None, config)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if target.platform == "gpu" and config.loop is not None and not config.loop.early_exit:
+        raise PlanError("on GPUs a pass runs all steps of the core, but with early_exit: leave depth out")
 
 
 def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:

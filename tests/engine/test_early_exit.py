@@ -163,6 +163,7 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
         pytest.param("parcae", {"parallel": "cp=2,tp=2,rules=helix"}, marks=pytest.mark.slow),
         pytest.param("parcae", {"parallel": "tp=2,dp=2,rules=dp_attention"}, marks=pytest.mark.slow),
         pytest.param("parcae", {"speculation": "ngram:3"}, marks=pytest.mark.slow),
+        pytest.param("parcae", {"max_adapters": 2}, marks=pytest.mark.slow),
         pytest.param("parcae", {"prefill_devices": [1]}, marks=pytest.mark.slow),
         pytest.param("parcae", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
     ],

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from inferlib.aot.compile import CompileError
+from inferlib.aot.verify import candidates
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import described_quantization
 from inferlib.config import EngineConfig
@@ -24,7 +26,7 @@ from inferlib.planning.drafts import Drafts
 from inferlib.planning.estimate import estimate
 from inferlib.planning.explain import explain
 from inferlib.planning.network import ATTAINED, IDEAL, Span, place
-from inferlib.planning.planner import formats
+from inferlib.planning.planner import PlanError, Workload, formats, rank
 from inferlib.planning.plans import load_plan
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
@@ -272,6 +274,29 @@ def test_the_core_of_a_loop_is_stored_once_and_read_at_every_step():
     assert more - less == 7 * 2 * (core + vectors)
     cells = [it.decode(rows=4, live=1000).cache_bytes for it in (eight, one)]
     assert cells[0] / cells[1] == (8 + 4 * 8) / 12
+
+
+def test_a_pass_of_fewer_steps_takes_their_time_and_the_memory_of_all():
+    config, target, parallel = config_from_hf(load("parcae-370m")), parse_target("v5e-1"), Parallelism.parse("tp=1")
+    assert config.loop is not None
+    shallow, whole = Deployed(config, target, parallel, depth=2), Deployed(config, target, parallel)
+    two = Deployed(replace(config, loop=replace(config.loop, steps=2)), target, parallel)
+    assert shallow.memory(4, 2048, 512) == whole.memory(4, 2048, 512) != two.memory(4, 2048, 512)
+    assert shallow.decode(rows=4, live=1000) == two.decode(rows=4, live=1000)
+    assert shallow.prefill(512, 0) == two.prefill(512, 0)
+    short, long = (rank(config, target, Workload(512, 128, 8, depth=depth)).best for depth in (2, None))
+    assert short.itl < long.itl
+    with pytest.raises(CompileError, match="plans with a depth are not verified"):
+        candidates(rank(config, target, Workload(512, 128, 8, depth=2)), 1)
+    for name, slice_, depth, message in (
+        ("parcae-370m", "v5e-1", 9, "depth must be 1 to 8, the model's loop_steps, got 9"),
+        ("parcae-370m", "cuda:h100", 2, "on GPUs a pass runs all steps of the core, but with early_exit: leave depth"),
+        ("llama3-8b", "v5e-8", 2, "depth is for models that repeat layers, and llama does not"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            rank(config_from_hf(load(name)), parse_target(slice_), Workload(512, 128, 8, depth=depth))
+    with pytest.raises(PlanError, match="depth must be at least 1, got 0"):
+        Workload(depth=0)
 
 
 def test_sampling_passes_over_the_logits_of_rows_and_chunks():
