@@ -282,12 +282,13 @@ class Deployed:
             blocks.append(Block(len(layers) * self.config.runs(layers[0]), spec, heads, cached, state))
         return tuple(blocks)
 
-    def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
+    def plan(self, rows: int, max_len: int, chunk: int, drafting: AbstractModel | None = None) -> CachePlan:
+        """The cache with room for all rows, with what a model that drafts has in it."""
         kind: dict[str, Any] = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
         pool = PoolSize()
         if self.cache_policy is not None:
             pool = pool.compacted(self.cache_policy, self.cache_policy.bound(max_len, chunk))
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, pool=pool, **kind)
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, pool=pool, drafting=drafting, **kind)
 
     @property
     def compacts(self) -> bool:

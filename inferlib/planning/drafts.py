@@ -17,7 +17,7 @@ class Drafts:
     speculation: its `counts` are what a step may draft. acceptance: the share of drafts that stand, of those whose
     predecessors do. model: what drafts, if a model does; head: an EAGLE-3 head. These, and a model's own layer for
     further tokens, run on the same mesh, in the number formats of the model that they draft for, one step for each
-    draft. Other drafts take no time.
+    draft, of which the first runs the tokens since the last draft, too. Other drafts take no time.
 
     Raises ConfigurationError for an acceptance that is no share, and for a model or head that is missing or does not
     draft.

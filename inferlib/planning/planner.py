@@ -14,7 +14,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
-from inferlib.planning.draft_layers import drafting_of
+from inferlib.planning.draft_layers import drafting_of, drafting_seconds
 from inferlib.planning.drafts import Drafts
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
@@ -96,8 +96,8 @@ class Option:
 
     decode: time of a decode step, with the cache half way through the answers. prefill: seconds for one prompt. Prompts
     are prefilled between decode steps, so every token waits for its share of them. drafts: tokens that each step
-    drafts; drafting: seconds that a draft model takes for them; tokens: what a row gets of a step. compaction: seconds
-    of a step in which rows are compacted.
+    drafts; drafter: what makes them, if that is a model or a layer; drafting: seconds that it takes for them; tokens:
+    what a row gets of a step. compaction: seconds of a step in which rows are compacted.
     """
 
     deployed: Deployed
@@ -107,6 +107,7 @@ class Option:
     decode: StepTime
     prefill: float
     drafts: int = 0
+    drafter: Deployed | None = None
     drafting: float = 0.0
     tokens: float = 1.0
     compaction: float = 0.0
@@ -158,9 +159,11 @@ class Option:
 
     @property
     def pool_tokens(self) -> int:
-        """How many tokens the cache of the whole slice holds if it takes all memory that the rest leaves."""
-        workload, deployed = self.workload, self.deployed
-        plan, memory = deployed.plan(self.batch, workload.max_len, workload.chunk), self.memory.cache - self.over
+        """How many tokens the cache of the whole slice holds if it takes all memory that the rest leaves. Its pages and
+        snapshots have what drafts, too."""
+        workload, deployed, memory = self.workload, self.deployed, self.memory.cache - self.over
+        of_drafts = None if self.drafter is None else self.drafter.model
+        plan = deployed.plan(self.batch, workload.max_len, workload.chunk, of_drafts)
         plan = plan.with_snapshots(PoolSize(memory=memory, snapshots=None), deployed.shards)
         return plan.tokens_in(memory, deployed.shards)
 
@@ -390,16 +393,17 @@ def _prefill(deployed: Deployed, workload: Workload) -> float:
 def _drafted(option: Option, rows: int, drafts: Drafts) -> Iterator[Option]:
     """The option with each number of drafts that a step may have, and without a draft model if none are best."""
     yield option
-    deployed, workload, each = option.deployed, option.workload, 0.0
+    deployed, workload = option.deployed, option.workload
     if (drafting := drafting_of(drafts, deployed)) is not None:
         if not (_divides(drafting.config, deployed.parallel) and _keeps_groups(drafting)):
             return
-        each = step_time(drafting.decode(rows, workload.middle), deployed.network).seconds
         memory = option.memory.plus(drafting.memory(option.batch, workload.max_len, workload.chunk))
-        option = replace(option, memory=memory, prefill=option.prefill + _prefill(drafting, workload))
+        prefill = option.prefill + _prefill(drafting, workload)
+        option = replace(option, memory=memory, prefill=prefill, drafter=drafting)
     for count in drafts.speculation.counts:
         step = step_time(deployed.decode(rows, workload.middle, drafts=count), deployed.network)
-        yield replace(option, decode=step, drafts=count, drafting=count * each, tokens=drafts.tokens(count))
+        spent = 0.0 if drafting is None else drafting_seconds(drafting, rows, workload.middle, count)
+        yield replace(option, decode=step, drafts=count, drafting=spent, tokens=drafts.tokens(count))
 
 
 def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,8 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
+from inferlib.planning.costs import step_time
+from inferlib.planning.draft_layers import drafting_seconds
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import USUAL, PlanError, Slo, Workload, formats, rank
 from inferlib.planning.plans import Plan, load_plan
@@ -150,6 +153,27 @@ def test_as_many_drafts_as_pay():
     assert full[1].best.throughput == full[0].best.throughput
 
 
+def test_a_recurrent_draft_takes_its_states():
+    """Those of its rows and snapshots, whose number is what memory is left for; and a draft's first step runs what it
+    has yet to run, and leaves that in the states."""
+    hf = configs.load("qwen3-next-80b-a3b")
+    small = config_from_hf(hf | {"num_hidden_layers": 4, "num_experts": 16})
+    work, settings = Workload(1024, 256, 16), Speculation("draft", 3, "small")
+    best = ranking("qwen3-next-80b-a3b", "v6e-8", work, drafts=Drafts(settings, 0.9, small)).best
+    plan = best.deployed.plan(best.batch, work.max_len, work.chunk, best.drafter.model)
+    alone = best.deployed.plan(best.batch, work.max_len, work.chunk)
+    sizes = [[(x.nbytes(), of_row) for x, of_row in zip(it.arrays, it.of_rows, strict=True)] for it in (alone, plan)]
+    pages, rows = ([sum(n for n, of_row in it if of_row == kind) for it in sizes] for kind in (False, True))
+    assert pages[1] * 12 == pages[0] * 13  # of every four layers one has pages
+    assert rows[1] * 12 == rows[0] * 13
+    without = replace(best, drafter=None)
+    assert best.pool_tokens < without.pool_tokens
+    each = [best.drafter.decode(16, work.middle, drafts=n) for n in (0, 3)]
+    first, other = (step_time(x, best.drafter.network).seconds for x in reversed(each))
+    assert drafting_seconds(best.drafter, 16, work.middle, 3) == pytest.approx(first + 2 * other)
+    assert first > other
+
+
 def test_a_draft_model_takes_time_and_memory():
     free, model = (
         ranking("llama3-70b", "v6e-8", Workload(1024, 256, 1), drafts=drafts(3, 0.9, name)).best
@@ -161,6 +185,10 @@ def test_a_draft_model_takes_time_and_memory():
     assert model.memory.cache > free.memory.cache
     assert model.prefill > free.prefill
     assert model.throughput < free.throughput
+    # Its cells are in the pages of the other one's.
+    cells = [layers * heads * size * 2 * 2 for layers, heads, size in ((80, 8, 128), (16, 8, 64))]
+    room = model.memory.cache - model.over
+    assert room - model.pool_tokens * sum(cells) // 8 == pytest.approx(0, abs=128 * sum(cells))
     # A chip that has room for the model alone drafts nothing.
     assert ranking("llama3-8b", "v6e-1", Workload(1024, 256, 1), drafts=drafts(3, 0.9, "llama3-8b")).best.drafts == 0
 
