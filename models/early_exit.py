@@ -21,6 +21,7 @@ from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.step_attention import StepPlan, write_cells
 from inferlib.ops.loops import most_trips
 from inferlib.sharding import axes
 
@@ -61,13 +62,13 @@ class EarlyExit:
         begun = Carry(jnp.int32(0), state, tuple(caches), absent, jnp.zeros(absent.shape, jnp.int32))
         shapes = jax.eval_shape(self.after_step, begun).caches
         with_cells = tuple(
-            replace(cache, former=tuple(jnp.zeros(x.shape, x.dtype) for x in shape.former))
+            replace(cache, former=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.former))
             for cache, shape in zip(caches, shapes, strict=True)
         )
         with most_trips(steps):
             ended = lax.while_loop(self.goes_on, self.after_step, begun._replace(caches=with_cells))
         filled = lax.fori_loop(ended.number, most, self.filled, ended.caches)
-        return Left(ended.state, tuple(replace(cache, former=()) for cache in filled), self.counts(ended))
+        return Left(ended.state, tuple(replace(cache, former=None) for cache in filled), self.counts(ended))
 
     def counts(self, ended: Carry) -> jax.Array:
         """See `Left`. Devices that prompts are dealt out to have the same decode rows."""
@@ -93,9 +94,19 @@ class EarlyExit:
 
     def filled(self, number: jax.Array, caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         """The caches whose step `number` has the cells of the last step."""
-        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
-        places = ctx.rows, ctx.written, stripe, ctx.table
-        return tuple(replace(replace(x, layer=number).write(x.former, *places), layer=None) for x in caches)
+        return tuple(replace(self.written(replace(cache, layer=number)), layer=None) for cache in caches)
+
+    def written(self, cache: LayerCache) -> LayerCache:
+        """The cache whose current layer has the former cells: of chunks, written as attention writes them, and rows."""
+        ctx, former, stripe = self.ctx, cache.former, self.ctx.shards.stripe(axes.POSITIONS)
+        assert former is not None
+        count = ctx.batch.chunk_tokens.size
+        plan = StepPlan(stripe, rows_write=False, chunks_in_place=False, run=former.run, chunk_writer=former.writer)
+        cache = write_cells([x[:count] for x in former.cells], cache, ctx, plan)
+        if count == ctx.tokens:
+            return cache
+        rows = [x[count:] for x in former.cells]
+        return cache.write(rows, ctx.rows[count:], ctx.written[count:], stripe, ctx.table)
 
 
 def _norms(x: jax.Array) -> jax.Array:

@@ -44,6 +44,17 @@ def pages_at(table: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Former:
+    """Cells [T, K, h] of each array that a layer wrote at the last step of a loop's core. run, writer: how those of
+    chunks are written, see `step_attention.StepPlan`."""
+
+    cells: tuple[jax.Array, ...]
+    run: int = field(default=1, metadata={"static": True})
+    writer: str | None = field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerCache:
     """arrays: keys and values, or latents and rotary keys, each [N, K, S, h], N pages or, in a ring, rows; in a scanned
     segment [L, N, K, S, h] with `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see
@@ -65,8 +76,8 @@ class LayerCache:
     inputs [B, C, ...] or [L, B, C, ...]: of a step whose tokens may not stand, what a recurrent layer read of each
     row's tokens. Its states do not have them yet: see `inferlib.models.replay`.
 
-    left [T] bool: tokens that take no more steps of a loop's core; former [T, K, h] each: the cells that the core wrote
-    at its last step, see `inferlib.models.early_exit`.
+    left [T] bool: tokens that take no more steps of a loop's core; former: the cells that the core wrote at its last
+    step, see `inferlib.models.early_exit`.
 
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
     devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
@@ -80,7 +91,7 @@ class LayerCache:
     queries: jax.Array | None = None
     inputs: tuple[jax.Array, ...] = ()
     left: jax.Array | None = None
-    former: tuple[jax.Array, ...] = ()
+    former: Former | None = None
 
     @property
     def slots(self) -> int:
@@ -112,13 +123,14 @@ class LayerCache:
     def scaled(self) -> bool:
         return self.arrays[-1].ndim < self.arrays[0].ndim
 
-    def latest(self, new: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], LayerCache]:
-        """The cells to write of new ones, which are the former ones where tokens left, and the cache with them."""
+    def latest(self, new: Sequence[jax.Array], run: int, writer: str | None) -> tuple[Sequence[jax.Array], LayerCache]:
+        """The cells to write of new ones, which are the former ones where tokens left, and the cache with them. run,
+        writer: see `Former`."""
         if self.left is None:
             return new, self
-        if self.former:
-            new = [jnp.where(self.left[:, None, None], old, x) for old, x in zip(self.former, new, strict=True)]
-        return new, replace(self, former=tuple(new))
+        if self.former is not None:
+            new = [jnp.where(self.left[:, None, None], old, x) for old, x in zip(self.former.cells, new, strict=True)]
+        return new, replace(self, former=Former(tuple(new), run, writer))
 
     def write(
         self,

@@ -99,7 +99,7 @@ def attend(
     cells do so before chunks read the cache, so that it is written in place.
     """
     ctx, rows = step.ctx, None
-    new, cache = cache.latest(new)
+    new, cache = cache.latest(new, plan.run, plan.chunk_writer)
     split = math.prod(ctx.batch.chunk_tokens.shape)
     if new and plan.rows_write and split < ctx.tokens:
         cells, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
