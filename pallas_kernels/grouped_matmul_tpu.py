@@ -38,6 +38,7 @@ SMALL_HEIGHT = 32  # rows of a product of small groups
 HIGH = 128  # rows of a product of other groups
 TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS; higher ones take the compiler longer
 TALL_ELEMENTS = 1 << 22
+WIDEST = 2048  # columns of high products that unpack: with more, fewer inputs are unpacked in a straight line of code
 TOGETHER = (1536, 1024)  # columns that are unpacked together where a whole block has no room
 LOW = 32  # rows of a group's last products: with fewer, loading the weight into the matrix unit takes as long
 NARROW = ("v4", "v5e", "v5p")  # generations whose matrix unit is 128 wide; others need twice as many rows
@@ -90,16 +91,18 @@ class Blocks:
         if stream.ordered:
             rows += (self.height if stream.orders_late else self.rows) * inner * x.dtype.itemsize
         scales = 0 if isinstance(w, Weight) or w.dtype == x.dtype else 2 * groups * parts * wide * 4
-        return stream.nbytes + rows + scales + by_vmem(MARGIN_BYTES)
+        # Of those that unpack, a product and the results before it do not fit into the margin.
+        products = 2 * 4 * self.height * (self.together or wide) if isinstance(w, Weight) else 0
+        return stream.nbytes + rows + scales + products + by_vmem(MARGIN_BYTES)
 
 
 @tuned("grouped_matmul", Blocks)
 def default_blocks(x: Shaped, w: Stored) -> Blocks:
     """Products as high as groups, and weights in as few pieces as fit, for x [M, I] and weights [L, E, P, I, O]."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
-    columns = _columns(w)
     quantised = isinstance(w, Weight)
     height, tail = _heights(rows, groups, quantised)
+    columns = _columns(w, WIDEST if quantised and height > SMALL_HEIGHT else outer)
     # Other generations convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
     once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT
     if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
@@ -110,6 +113,8 @@ def default_blocks(x: Shaped, w: Stored) -> Blocks:
     rows = min(limit, max(_rounded_up(rows, SUBLANES), height))
     least = min(height, SMALL_HEIGHT)  # the least height that is tried
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
+    if once and generation() in FLOAT4:
+        choices[1:1] = [replace(choices[0], buffers=2)]
     if once and generation() not in (*NARROW, *FLOAT4):  # the others gain little by it, or take long to compile it
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
     chosen = _first_that_fits((*choices, Blocks(rows, columns, least, least, 2)), x, w)
@@ -121,12 +126,12 @@ def default_blocks(x: Shaped, w: Stored) -> Blocks:
     return smaller if chosen.vmem_bytes(x, w) > beside >= smaller.vmem_bytes(x, w) else chosen
 
 
-def _columns(w: Stored) -> int:
-    """Columns of a piece of the weights, of the fewest pieces that fit."""
+def _columns(w: Stored, most: int) -> int:
+    """Columns of a piece of the weights, of the fewest pieces that fit and have at most so many."""
     parts, _, outer = shape_of(w)[2:]
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
+    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES) and outer <= n * most]
     return outer // (fit or pieces[-1:])[0]
 
 
@@ -141,10 +146,14 @@ def _heights(rows: int, groups: int, quantised: bool) -> tuple[int, int]:
 
 
 def _first_that_fits(choices: Sequence[Blocks], x: Shaped, w: Stored) -> Blocks:
-    """The first choice that fits on chip, with fewer rows if need be; the last one if none does."""
+    """The first choice that fits on chip, with fewer rows if need be; the last one if none does.
+
+    A tile has the rows of two products at least: most groups would go on in the next tile if it had those of one.
+    """
     for chosen in choices:
-        while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
-            chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
+        least = min(chosen.rows, 2 * chosen.height)
+        while chosen.rows > least and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
+            chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), least))
         if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
             break
     return chosen

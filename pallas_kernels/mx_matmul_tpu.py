@@ -23,7 +23,6 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
     DEPTH,
     LANES,
     STEP,
-    TALL,
     LoadedMatrix,
     Weight,
     permute,
@@ -35,7 +34,7 @@ ROWS = 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 X_ELEMENTS = 1 << 22  # of x at a time
 STEP_BYTES = 768 << 10  # memory brings so many in about twice the time that a step adds, on v5e, v6e and v7x
-WIDEST = 32  # most tiles of columns of a step of few rows
+RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,14 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
     About 2 MiB of a matrix are copied at a time. A small weight takes as many steps as balance what each adds, some
     400 cycles, with what cannot overlap, the first copy and the last step.
     """
+    even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
     most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
     balanced = max(round((parts * inputs * columns * bits / 8 / STEP_BYTES) ** 0.5), 1)
-    most = min(most, by_vmem(WIDEST) if rows <= TALL else 8, pl.cdiv(columns, balanced * LANES))
+    tallest = max(min(by_vmem(X_ELEMENTS) // inputs, 512) // ROWS * ROWS, ROWS)
+    tall = even(rows, pl.cdiv(rows, tallest), ROWS)
+    most = min(most, max(by_vmem(RESULTS) // (tall * LANES), 8), pl.cdiv(columns, balanced * LANES))
     steps = pl.cdiv(columns, most * LANES)
-    tall = max(min(by_vmem(X_ELEMENTS) // inputs, 512) // ROWS * ROWS, ROWS)
-    even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
-    return Blocks(even(rows, pl.cdiv(rows, tall), ROWS), even(columns, steps, LANES))
+    return Blocks(tall, even(columns, steps, LANES))
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +102,7 @@ def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     blocks_bytes = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4)
-    return x + blocks_bytes + scales + out + STEP * chosen.columns * 2 + by_vmem(2 << 20)
+    return x + blocks_bytes + scales + out + min(STEP, weight.inputs) * chosen.columns * 2 + by_vmem(2 << 20)
 
 
 def mx_matmul(

@@ -28,8 +28,11 @@ LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together on chips in FLOAT4
-TALL = 64  # from so many rows on, the MXU takes longest
+TALL = 256  # with more rows, iterations are shorter
 REPEATED = 32  # most rows repeated for groups shorter than DEPTH; with more, weights are scaled before the product
+# Most rows whose sums are multiplied by scales of DEPTH inputs, where the matrix unit sums over twice as many: with
+# more, weights are scaled before the product. Other generations sum over DEPTH.
+SUMMED = {"v6e": 128, "v7x": 64}
 # Inputs of one iteration: fewer for many rows, and half as many for int4, which take longer to compile.
 STEP, TALL_STEP = 4096, 2048
 ELEMENTS = 1 << 22  # most elements unpacked in one iteration
@@ -210,7 +213,8 @@ class LoadedMatrix:
 
         into: a ref that the unpacked elements are written to, as by `unpack`.
         """
-        width, rows = DEPTH if self.by_group and into is None else 2 * DEPTH, x_ref.shape[0]
+        rows = x_ref.shape[0]
+        width = DEPTH if self.by_group and into is None and not self._fills(rows) else 2 * DEPTH
 
         def add(start: jax.Array | int, count: int, total: jax.Array) -> jax.Array:
             scales = self._scales(start, count)
@@ -241,6 +245,14 @@ class LoadedMatrix:
         if self.by_group or not self.scales:
             return total
         return total * self.scales[0][pl.ds(div(self.start, self.weight.group), 1)]
+
+    def _fills(self, rows: int) -> bool:
+        """True if products of so many rows fill the matrix unit, with weights of two groups scaled before.
+
+        v6e converts 8-bit floats so slowly that it gains nothing.
+        """
+        slow = generation() not in FLOAT4 and self.weight.values.dtype == jnp.float8_e4m3fn
+        return rows > SUMMED.get(generation() or "", rows) and not slow
 
     def unpack(self, into) -> None:
         """Unpack all elements, without MXFP4's tops, to a ref [K, N] of `Weight.element`; groups are shorter than K."""

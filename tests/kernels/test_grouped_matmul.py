@@ -139,6 +139,17 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
             Blocks(64, 384, 32, 32, **options)
 
 
+def test_a_tile_has_the_rows_of_two_products():
+    """DeepSeek-V3's gate and up on v7x, where two buffers leave room for them."""
+    w = Weight(
+        jax.ShapeDtypeStruct((1, 16, 2, 7168, 2048), "float8_e4m3fn"),
+        jax.ShapeDtypeStruct((1, 16, 2, 56, 2048), "float32"),
+    )
+    with planning_for("v7x"):
+        blocks = default_blocks(jax.ShapeDtypeStruct((2048, 7168), "bfloat16"), w)
+    assert (blocks.rows, blocks.buffers, blocks.once) == (2 * blocks.height, 2, True)
+
+
 def test_rows_and_results_lie_on_chip_beside_smaller_tiles():
     """Down of DeepSeek-V3 on v6e: with a third buffer and higher tiles one of them would not."""
     w = jax.ShapeDtypeStruct((1, 16, 1, 512, 7168), "float8_e4m3fn")

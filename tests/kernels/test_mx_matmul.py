@@ -20,6 +20,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, Packing, choose
 from inferlib.ops.quantized import SCHEMES
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, RmsNorm, blocks, mx_matmul, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack_mxfp4
 from inferlib.sharding import axes
@@ -63,6 +64,19 @@ def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     tensor, exact = packed(name, numbers(rng, 2, 2, inputs, columns))
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
     check(x, tensor.stack, exact, blocks_=chosen)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", pytest.param("int4", marks=pytest.mark.slow)])
+def test_many_rows_fill_a_unit_that_sums_over_two_groups(name):
+    """Weights of two groups are scaled and rounded to bfloat16 before the product, and a last group alone."""
+    rng = np.random.default_rng(3)
+    tensor, exact = packed(name, numbers(rng, 1, 1, 384, 128))
+    x = jnp.asarray(rng.standard_normal((80, 384)), jnp.bfloat16)
+    of_sums = product(x, tensor.stack)
+    with planning_for("v7x"):
+        y = product(x, tensor.stack)
+    assert np.any(y != of_sums)
+    hold(np.asarray(y, np.float64), x, exact[0], rounding=2**-9)
 
 
 # More tiles of rows and a late layer are tried with packed values and with plain ones, not with every dtype.

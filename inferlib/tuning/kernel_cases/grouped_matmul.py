@@ -72,6 +72,7 @@ class GroupedMatmul:
 
 DOWN: dict[str, Any] = {"parts": 1, "inner": 768, "outer": 2048}
 GPT_OSS = {"inner": 2880, "outer": 2880, "experts": 32, "chosen": 4}
+DEEPSEEK: dict[str, Any] = {"experts": 16, "chosen": 1, "scheme": "fp8_block"}
 CASES = {
     "gate and up, 1 token": GroupedMatmul(1),
     "gate and up, 32 tokens": GroupedMatmul(32),
@@ -90,4 +91,6 @@ CASES = {
     "gate and up, 32 tokens, int4": GroupedMatmul(32, scheme="int4"),
     "gate and up, 32 tokens, fp8_block": GroupedMatmul(32, scheme="fp8_block"),
     "gate and up, 4096 tokens, fp8_block": GroupedMatmul(4096, scheme="fp8_block"),
+    "DeepSeek-V3, gate and up, 2048 rows, fp8_block": GroupedMatmul(2048, inner=7168, outer=2048, **DEEPSEEK),
+    "DeepSeek-V3, down, 2048 rows, fp8_block": GroupedMatmul(2048, parts=1, inner=2048, outer=7168, **DEEPSEEK),
 }

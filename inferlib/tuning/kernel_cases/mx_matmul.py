@@ -94,6 +94,7 @@ CASES = {
     "bfloat16, down, tp 8": MxMatmul("bfloat16", rows=32, inputs=1792, outputs=4096),
     "bfloat16, head, tp 8": MxMatmul("bfloat16", rows=32, outputs=16032),
     "mxfp4, down, tp 8": MxMatmul("mxfp4", rows=32, inputs=1792, outputs=4096),
+    "mxfp4, T 128": MxMatmul("mxfp4", rows=128),
     "mxfp4, norm and qkv, tp 8": MxMatmul("mxfp4", rows=32, outputs=768, normed=True),
     "mxfp4, o, tp 8": MxMatmul("mxfp4", rows=32, inputs=512, outputs=4096),
 }
