@@ -44,7 +44,7 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
             differences[hf["architectures"][0], family_of(hf).name].append(
                 (float(np.abs(one_pass(path, tokens, stacked=True) - expected).max()), expected.std())
             )
-    return differences | looped()
+    return differences | looped() | searched()
 
 
 def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -61,6 +61,21 @@ def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
             error = float(np.abs(one_pass(path, tokens, stacked=True) - expected).max())
             differences[name, family_of(hf).name].append((error, expected.std()))
     return differences
+
+
+def searched() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """The same of a Llama model of which a search took parts, against transformers with zeros in their place."""
+    from inferlib.models.families.nemotron_nas import NEMOTRON_NAS
+    from tests.helpers.oracle import reference_logits
+    from tests.helpers.searched import make_searched
+    from tests.models.test_parity import one_pass
+
+    tokens = np.random.default_rng(0).integers(0, 131, 50).astype(np.int32)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, path = make_searched(Path(folder))
+        expected = reference_logits(whole, tokens)
+        error = float(np.abs(one_pass(path, tokens, stacked=True) - expected).max())
+    return {(NEMOTRON_NAS.architectures[0], NEMOTRON_NAS.name): [(error, expected.std())]}
 
 
 def table(differences: dict[tuple[str, str], list[tuple[float, float]]]) -> str:

@@ -18,7 +18,7 @@ from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import keeps_state
 from inferlib.ops import int4_cells
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
@@ -956,7 +956,7 @@ class EngineOptions:
 
     def _cascade(self, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
         mixers = [] if model is None else [layer.attention for layer in model.layers]
-        pages = not any(isinstance(x, Recurrent) or x.reach for x in mixers)
+        pages = not any(keeps_state(x) or x.reach for x in mixers)
         reasons = {
             "prefix_caching is False, so rows share nothing": not self.prefix_caching,
             "attention_pages reads other pages of each row": self.attention_pages is not None,
@@ -1027,7 +1027,9 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None, multiple: in
     other. Tokens that are dealt out to devices make short tiles shorter.
     """
     layers = () if model is None else model.layers
-    if shards.size(axes.TOKENS) > 1 or any(isinstance(x.attention, MlaSpec | Recurrent) for x in layers):
+    if shards.size(axes.TOKENS) > 1 or any(
+        isinstance(x.attention, MlaSpec) or keeps_state(x.attention) for x in layers
+    ):
         return None, None
     if platform not in _TILES:
         return None, None

@@ -9,7 +9,7 @@ import numpy as np
 
 from inferlib.models.config import Mixer, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.heads import HeadLayout
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import keeps_state
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -32,7 +32,7 @@ class Layout:
                 f"the expert placement has {self.slots} slots, which do not divide over {count} devices of the expert "
                 f"axis: give it a multiple, such as {_rounded_up(self.slots, count)}"
             )
-        recurrent = any(isinstance(layer.attention, Recurrent) for layer in self.config.layers)
+        recurrent = any(keeps_state(layer.attention) for layer in self.config.layers)
         if recurrent and (count := self.shards.size(axes.POSITIONS)) > 1:
             raise ShardingError(
                 f"rules {self.shards.preset!r} deal a row's positions out to {count} devices of the "

@@ -102,6 +102,11 @@ class Recurrent:
         raise NotImplementedError
 
 
+def keeps_state(mixer: object) -> bool:
+    """True for a recurrent mixer, which keeps a state of each row."""
+    return isinstance(mixer, Recurrent) and not mixer.absent
+
+
 def is_absent(mixer: object) -> bool:
     """True for what stands in a mixer's place in a layer that is a feed-forward alone."""
     return isinstance(mixer, Recurrent) and mixer.absent

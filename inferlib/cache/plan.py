@@ -309,7 +309,7 @@ class CachePlan:
     def exact_snapshots(self) -> bool:
         """True if a snapshot serves those alone that go on where it was saved: a state does not go back, as a ring does
         (see `Snapshots`)."""
-        return any(isinstance(block, BlockState) for block in self.every_block)
+        return any(isinstance(block, BlockState) and block.arrays for block in self.every_block)
 
     def no_prefix_caching(self, config: EngineConfig) -> str | None:
         """Why prompts that begin alike do not share pages; None if they do."""

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import Recurrent, keeps_state
 from inferlib.models.segments import Segment
 
 
@@ -70,7 +70,7 @@ def memory(facts: Mapping[str, Any], config: ModelConfig) -> Table:
     windows = any(layer.attention.reach for layer in config.layers)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("loaded as")
-    recurrent = any(isinstance(layer.attention, Recurrent) for layer in config.layers)
+    recurrent = any(keeps_state(layer.attention) for layer in config.layers)
     shown = {"per_token": "cache per token"} | ({"beyond_windows": "beyond windows"} if windows else {})
     shown |= {"states": "states of a row"} if recurrent else {}
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())

@@ -9,7 +9,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.mtp import abstract_mtp, layer_like
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import keeps_state
 from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Deployed, Matrix, Memory, step_time
 from inferlib.planning.drafts import Drafts
@@ -69,7 +69,7 @@ def drafting_seconds(drafting: Deployed, rows: int, live: float, count: int) -> 
     """Seconds of so many drafts of each row. The first step of them also runs tokens that were generated since the last
     one: the one before the last token, or of what keeps states or reads features all of them, up to as many as were
     verified."""
-    recurrent = any(isinstance(layer.attention, Recurrent) for layer in drafting.config.layers)
+    recurrent = any(keeps_state(layer.attention) for layer in drafting.config.layers)
     before = count if recurrent or isinstance(drafting, DeployedLayer) else 1
     first, each = (step_time(drafting.decode(rows, live, drafts=n), drafting.network).seconds for n in (before, 0))
     return first + (count - 1) * each

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.models.config import ModelConfig
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import keeps_state
 from inferlib.sharding.shards import Shards
 
 Inputs: TypeAlias = tuple[tuple[jax.Array, ...], ...]  # of each block, see `LayerCache.inputs`
@@ -21,7 +21,7 @@ Inputs: TypeAlias = tuple[tuple[jax.Array, ...], ...]  # of each block, see `Lay
 
 def has_states(model: ModelConfig) -> bool:
     """True if layers of a model keep a state of each row, which does not go back."""
-    return any(isinstance(layer.attention, Recurrent) for layer in model.layers)
+    return any(keeps_state(layer.attention) for layer in model.layers)
 
 
 def of_device(inputs: Inputs) -> Inputs:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.eagle3 import AbstractHead
 from inferlib.models.mtp import AbstractMtp
-from inferlib.models.recurrent import Recurrent
+from inferlib.models.recurrent import keeps_state
 from inferlib.ops.backend import Backend
 from inferlib.speculation.draft_model import DraftModel
 from inferlib.speculation.drafter import ModelDrafter
@@ -31,5 +31,5 @@ def drafter_of(drafting: Drafting, backend: Backend) -> ModelDrafter:
         case AbstractMtp():
             return MtpDrafter(backend, drafting)
         case _:
-            states = any(isinstance(layer.attention, Recurrent) for layer in drafting.config.layers)
+            states = any(keeps_state(layer.attention) for layer in drafting.config.layers)
             return (RecurrentDraftModel if states else DraftModel)(drafting, backend)

@@ -38,6 +38,7 @@ from inferlib.models.families import (
     minimax_m2,
     mistral,
     mistral4,
+    nemotron_nas,
     olmo,
     phi3,
     phimoe,
@@ -53,6 +54,7 @@ from inferlib.models.ffn_fusion import fused_config
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
+    nemotron_nas.NEMOTRON_NAS,
     mistral.MISTRAL,
     mistral.MINISTRAL,
     mistral.MINISTRAL3,
