@@ -187,6 +187,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "sor": operator.or_,
     "sxor": operator.xor,
     "sshll": lambda a, b: a << (b & 31),
+    "sshllo": lambda a, b: (a + 1 << (b & 31)) - 1,  # ones follow: of 0, the mask of b sublanes
     "sshrl": lambda a, b: a >> (b & 31),
     "sshra": lambda a, b: _signed(a) >> (b & 31),
     "smulhi.u32": lambda a, b: a * b >> 32,

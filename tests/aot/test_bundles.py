@@ -124,6 +124,14 @@ def test_a_division_that_gives_quotient_and_remainder():
     assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 4 + 5 + 8) * 32, {})
 
 
+def test_a_mask_of_sublanes():
+    """Copies of as many granules as 0 shifted left by i with ones behind it: 0, 1, 3, 7, 15."""
+    text = LISTING.replace("%12 = sbr", "%s24_s11 = sshllo.u32 0, %s6_s3  ;;  %12 = sbr")
+    text = text.replace("/*size_in_granules=*/2048", "/*size_in_granules=*/%s24_s11")
+    run = Listing(text).run({0: np.array([5])}, bandwidth=1024.0, latency=100.0)
+    assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 3 + 7 + 15) * 32, {})
+
+
 # R at most on one core of v5e, v6e, v5p and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that
 # case where that is less. Every kernel is compiled for v5e and v6e, by other cases where the two compile alike. Those
 # that take another form where memory is faster, or floats have 4 bits, are compiled for v5p and v7x too; the benchmark
