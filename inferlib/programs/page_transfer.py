@@ -389,8 +389,11 @@ def _one_by_one(dim: int, x: jax.Array, pages: jax.Array, cells: jax.Array) -> j
 
 
 def _at_once(dim: int, x: jax.Array, pages: jax.Array, cells: jax.Array) -> jax.Array:
+    """No row is written twice, which GPUs are told: else they write atomically."""
     count, stack = x.shape[dim], math.prod(x.shape[:dim])
     rows = jnp.arange(stack)[None, :] * count + pages[:, None]
-    rows = jnp.where(pages[:, None] < count, rows, stack * count)
+    beyond = stack * count + jnp.arange(rows.size).reshape(rows.shape)  # padding, in rows of its own as well
+    rows = jnp.where(pages[:, None] < count, rows, beyond).reshape(-1)
     flat = x.reshape(-1, *x.shape[dim + 1 :])
-    return flat.at[rows.reshape(-1)].set(cells.reshape(-1, *flat.shape[1:]), mode="drop").reshape(x.shape)
+    cells = cells.reshape(-1, *flat.shape[1:])
+    return flat.at[rows].set(cells, mode="drop", unique_indices=True).reshape(x.shape)

@@ -290,13 +290,16 @@ def _one_by_one(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) ->
 
 
 def _at_once(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """The dimensions before it are merged with it: a TPU's compiler would copy stacked latents as a whole."""
+    """The dimensions before it are merged with it: a TPU's compiler would copy stacked latents as a whole. No part is
+    written twice, which GPUs are told: else they write atomically."""
     count, last = x.shape[dim], math.prod(x.shape[: dim + 1])
     first = jnp.arange(0, last, count)[:, None]
     read = (first + jnp.minimum(source, count - 1)).reshape(-1)
-    written = jnp.where(target < count, first + target, last).reshape(-1)
+    beyond = last + jnp.arange(read.size)  # padding, in places of its own as well
+    written = jnp.where(target < count, first + target, beyond.reshape(-1, target.size)).reshape(-1)
     flat = x.reshape(-1, *x.shape[dim + 1 :])
-    return flat.at[written].set(flat.at[read].get(mode="clip"), mode="drop").reshape(x.shape)
+    cells = flat.at[read].get(mode="clip")
+    return flat.at[written].set(cells, mode="drop", unique_indices=True).reshape(x.shape)
 
 
 def moved(x: jax.Array, dim: int, source: jax.Array, target: jax.Array, of: jax.Array | None = None) -> jax.Array:
