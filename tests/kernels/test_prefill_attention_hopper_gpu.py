@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper, prefill_attention, unsupported
@@ -75,7 +76,10 @@ def test_lowers_anywhere(name):
     rows = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32)
     options = AttentionOptions(0.1, CASES[name].options.get("window"))
     run = jax.jit(partial(prefill_attention, options=options))
-    assert "mosaic_gpu" in run.trace(q, cache, rows, positions).lower(lowering_platforms=("cuda",)).as_text()
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = run.trace(q, cache, rows, positions).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(
