@@ -31,7 +31,7 @@ GROUPS = 2  # warpgroups that compute
 KEYS = 128  # positions of a block
 STAGES = 2  # blocks in shared memory
 PROGRAMS = 132  # that run at once: one on each of a GPU's processors
-LEAST_PROGRAMS = 32
+LEAST_PROGRAMS = 32  # with fewer, even of those that share ranges, the other kernel keeps more processors busy
 LEAST_BLOCKS = 4  # of the longest range, for each of the programs that share one
 LEAST_USED = 0.75  # of a program's rows
 _REGISTERS = 216, 72  # of a thread that computes, and of one that copies: 65536 in all
@@ -134,7 +134,7 @@ class _Inputs(NamedTuple):
 
 class _Shared(NamedTuple):
     """Shared memory and barriers. queries [GROUPS, ROWS, h] become the results. k, v [STAGES, KEYS, h]. seen
-    [GROUPS, 2, ROWS], the last and the first positions that rows see. lse [GROUPS, ROWS]. *_ready and *_free: of the
+    [GROUPS, 2, ROWS], the first and the last positions that rows see. lse [GROUPS, ROWS]. *_ready and *_free: of the
     blocks of k and v. turn: which of the warpgroups multiplies. unmasked: a block of values that is not clean yet."""
 
     queries: Any
@@ -161,7 +161,8 @@ def is_hopper() -> bool:
 def unsupported(q: Shaped, cache: KvCache, options: AttentionOptions) -> str | None:
     """Why the kernel does not run queries [P, C, K, G, h] over this cache; None: it does. Arrays may be shapes."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype for x in cache.arrays):
-        return f"{q.dtype.name}, where it takes bfloat16 and float16"
+        cells = " and ".join(sorted({x.dtype.name for x in cache.arrays}))
+        return f"queries of {q.dtype.name} and cells of {cells}, where it takes bfloat16 or float16 for all"
     if q.shape[-1] not in (64, 128) or cache.values.shape[-1] != q.shape[-1]:
         return f"heads of size {q.shape[-1]} and values of {cache.values.shape[-1]}, where it takes 64 and 128"
     if options.softcap is not None or options.sinks is not None:

@@ -79,6 +79,8 @@ from inferlib.speculation.drafting import Drafting, drafter_of, model_of
 log = logging.getLogger(__name__)
 
 _MOST_THREADS = 8
+# What sets a field of one number of each row, for sequences that get the row.
+_NUMBER_CHANGES: dict[str, type[Adapt | Deepen | Exit]] = {"adapter": Adapt, "depth": Deepen, "threshold": Exit}
 
 
 class UnplannedProgramError(RuntimeError):
@@ -341,22 +343,19 @@ class ProgramSet:
         return prepared(set_history, (shards,), history, self._changes(Past), place=place)
 
     @cached_property
-    def _set_adapters(self) -> Callable:
-        shards, adapter = self.config.shards, self.state.adapter
-        place = shards.sharding(self.state_axes.adapter)
-        return prepared(set_numbers, (shards,), adapter, self._changes(Adapt), place=place)
-
-    @cached_property
-    def _set_depths(self) -> Callable:
-        shards, depth = self.config.shards, self.state.depth
-        place = shards.sharding(self.state_axes.depth)
-        return prepared(set_numbers, (shards,), depth, self._changes(Deepen), place=place)
-
-    @cached_property
-    def _set_thresholds(self) -> Callable:
-        shards, threshold = self.config.shards, self.state.threshold
-        place = shards.sharding(self.state_axes.threshold)
-        return prepared(set_numbers, (shards,), threshold, self._changes(Exit), place=place)
+    def _set_numbers(self) -> dict[str, Callable]:
+        """By its name, what sets each of the fields of `_NUMBER_CHANGES` that the state has."""
+        shards, there = self.config.shards, [name for name in _NUMBER_CHANGES if getattr(self.state, name) is not None]
+        return {
+            name: prepared(
+                set_numbers,
+                (shards,),
+                getattr(self.state, name),
+                self._changes(_NUMBER_CHANGES[name]),
+                place=shards.sharding(getattr(self.state_axes, name)),
+            )
+            for name in there
+        }
 
     @cached_property
     def _copy_pages(self) -> Callable:
@@ -425,9 +424,8 @@ class ProgramSet:
         if self.config.compacted is not None:
             _ = self._compact_rows
         if self.config.adapters is not None:
-            _ = self._set_adapters, self.factors.write
-        if self.model.config.loop is not None:
-            _ = self._set_depths, self.model.config.loop.early_exit and self._set_thresholds
+            _ = self.factors.write
+        _ = self._set_numbers
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -450,13 +448,11 @@ class ProgramSet:
             state = state._replace(counts=self._set_counts(state.counts, entries))
         for entries in self._calls(changes.past):
             state = state._replace(history=self._set_history(state.history, entries))
-        for entries in self._calls([Adapt(row, slot) for row, slot in changes.adapters.items()]):
-            state = state._replace(adapter=self._set_adapters(state.adapter, entries))
-        for entries in self._calls([Deepen(row, steps) for row, steps in changes.depths.items()]):
-            state = state._replace(depth=self._set_depths(state.depth, entries))
-        exits = [Exit(row, bits) for row, bits in changes.thresholds.items()] if state.threshold is not None else []
-        for entries in self._calls(exits):
-            state = state._replace(threshold=self._set_thresholds(state.threshold, entries))
+        by_name = {"adapter": changes.adapters, "depth": changes.depths, "threshold": changes.thresholds}
+        for name, set_number in self._set_numbers.items():
+            kind = _NUMBER_CHANGES[name]
+            for entries in self._calls([kind(row, number) for row, number in by_name[name].items()]):
+                state = state._replace(**{name: set_number(getattr(state, name), entries)})
         return cache, state
 
     @cached_property
