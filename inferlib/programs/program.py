@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -522,9 +522,15 @@ class _Maker:
 
     def advance_any(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """`advance`, which is left out if no row is active."""
-        _, shapes = jax.eval_shape(self.advance, rows, logits)
+        advance = self._traced_advance
+        _, shapes = jax.eval_shape(advance, rows, logits)
         nothing = jax.tree.map(lambda s: jnp.full(s.shape, -1, s.dtype), shapes)
-        return lax.cond(self.any_row(rows.active), self.advance, lambda rows, _: (rows, nothing), rows, logits)
+        return lax.cond(self.any_row(rows.active), advance, lambda rows, _: (rows, nothing), rows, logits)
+
+    @cached_property
+    def _traced_advance(self) -> Callable:
+        """`advance`, which is traced once for all positions."""
+        return jax.jit(self.advance, inline=True)
 
     def advance_at(self, rows: RowState, logits: jax.Array, drafts: jax.Array) -> Advance:
         """How `accepted` advances the rows at each position of logits [B, C, V]."""
@@ -616,6 +622,7 @@ class _Maker:
     ) -> tuple[tuple, RowState, _Step]:
         """The cache, the rows and the output after several steps."""
         key, begun = self.key, rows
+        step = jax.jit(step, inline=True)  # traced once, for the shapes and for the loop
         *_, shapes = jax.eval_shape(step, cache, rows, mailboxes)
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes._replace(sampled=None))
         lead, skipped = (key.most, key.rows), 1 if shapes.tally is None else 2

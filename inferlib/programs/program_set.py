@@ -110,6 +110,7 @@ class ProgramSet:
         self.misses = 0
         self._compiled: dict[ProgramKey, Any] = {}  # `jax.stages.Compiled`
         self._planned = {mode: frozenset(planned_keys(config, [mode])) for mode in MODES}
+        self._unsettled_of: dict[ProgramKey, Any] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -512,11 +513,14 @@ class ProgramSet:
     def _unsettled(self, key: ProgramKey) -> Any:
         """What the first program of a step leaves its second one of states, as shapes."""
         first = replace(key, mode="processed", limit=self.config.limits[0], part="forward")
+        if (known := self._unsettled_of.get(first)) is not None:  # a trace of the first program, for each mode
+            return known
         with self._known_device():
             built = build(self.model, self.plan, self.config, first, self.drafter)
             *_, output = jax.eval_shape(built, *self.inputs(first))
         place = sharding_of(self.config.shards)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), output.inputs)
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), output.inputs)
+        return self._unsettled_of.setdefault(first, inputs)
 
     def _logits(self, rows: int, drafts: int = 0) -> Any:
         """Logits of so many rows of each replica as a shape; None of none."""

@@ -210,7 +210,7 @@ def test_other_devices_prefill(family, checkpoint, counts):
         assert_accounted(llm.engine)
         assert_accounted(llm.engine.source.engine)
     assert llm.stats.handed_tokens > 40
-    assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 20  # how many depends on when rows are preempted
 
 
 @pytest.mark.slow
