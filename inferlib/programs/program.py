@@ -594,7 +594,11 @@ class _Maker:
             logits, counts = logits[:, None], rows.active.astype(jnp.int32)
         rows = self.stored(weights, ran, rows, counts)
         before = rows.length
-        rows, sampled, tally = accepted(self.advance_at(rows, logits, drafts), rows, drafts, logits.shape[1])
+        platform = self.config.platform
+        # XLA:CPU compiles a sampler as long as a layer; on accelerators each round of a loop would take time.
+        loop = platform == "cpu" and platform in BRANCHES_ARE_CHEAP
+        advance = self.advance_at(rows, logits, drafts)
+        rows, sampled, tally = accepted(advance, rows, drafts, logits.shape[1], loop=loop)
         cache = self.replayed(ran.decoder, ran.cache, ran.inputs, rows.length - before)
         return cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally, ran.core)
 

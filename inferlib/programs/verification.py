@@ -10,16 +10,18 @@ Shapes: B rows; k drafts; C = 1 + k tokens of a row in one step; V columns of lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from inferlib.models.batch import StepBatch, rolled
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled
 
-Advance = Callable[[RowState, int], tuple[RowState, Sampled]]
+Advance = Callable[[RowState, Any], tuple[RowState, Sampled]]
 
 
 def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> tuple[StepBatch, jax.Array]:
@@ -43,25 +45,38 @@ class Tally(NamedTuple):
     stood: jax.Array
 
 
-def accepted(advance: Advance, rows: RowState, drafts: jax.Array, positions: int) -> tuple[RowState, Sampled, Tally]:
+def accepted(
+    advance: Advance, rows: RowState, drafts: jax.Array, positions: int, *, loop: bool = False
+) -> tuple[RowState, Sampled, Tally]:
     """The rows after the tokens that they generate in a step; these, [C, B], of which those behind the first draft that
     does not stand are -1; and what became of the drafts.
 
     advance: accounts for the token of every active row at a position: 0 follows the last token, i the i-th draft.
-    drafts: at least C - 1 of each row; one more is only compared. positions: C.
+    drafts: at least C - 1 of each row; one more is only compared. positions: C. loop: the program has `advance` once,
+    in a loop over the positions, instead of C times.
     """
-    going, steps = rows.active, []
-    tally = Tally(*jnp.zeros((2, rows.token.size), jnp.int32))
-    for i in range(positions):
+
+    def position(carry: tuple, at: tuple) -> tuple[tuple, Sampled]:
+        (rows, going, tally), (i, draft, compared) = carry, at
         new, sampled = advance(rows._replace(active=going), i)
         floats = jnp.where(going[:, None], new.floats, rows.floats)
         rows = new._replace(active=jnp.where(going, new.active, rows.active), floats=floats)
-        steps.append(sampled)
-        if i < drafts.shape[1]:
-            tried = going & rows.active
-            going = tried & (sampled.token == drafts[:, i])
-            tally = Tally(tally.tried + tried, tally.stood + going)
-    return rows, jax.tree.map(lambda *x: jnp.stack(x), *steps), tally
+        tried = going & rows.active & compared
+        going = tried & (sampled.token == draft)
+        return (rows, going, Tally(tally.tried + tried, tally.stood + going)), sampled
+
+    numbers = np.arange(positions)
+    places = numbers, jnp.take(drafts, numbers, axis=1, mode="clip").T, numbers < drafts.shape[1]
+    carry: tuple = rows, rows.active, Tally(*jnp.zeros((2, rows.token.size), jnp.int32))
+    if loop and positions > 1:
+        carry, sampled = lax.scan(position, carry, places)
+    else:
+        steps = []
+        for i, draft, compared in zip(*places, strict=True):
+            carry, one = position(carry, (int(i), draft, bool(compared)))
+            steps.append(one)
+        sampled = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+    return carry[0], sampled, carry[2]
 
 
 def gathered(outs: Sampled, done: jax.Array, sampled: Sampled) -> Sampled:
