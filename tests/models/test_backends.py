@@ -30,9 +30,12 @@ from inferlib.sharding.shards import Shards, planned_shards
 from tests.helpers.engines import smallest_model
 from tests.helpers.kernels import kernels_in
 from tests.helpers.llms import MAX_LEN, assert_decoded, assert_greedy, build_llm, random_prompts, reference
+from tests.helpers.sequences import run, sequence
 from tests.helpers.tpu_models import EXPERTS, TINY
 
-TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
+# One step a call: its program is the one that decides about layouts on a TPU, too.
+TPU, GPU = {"platform": "tpu", "decode_steps": 1}, "pallas_gpu"
+DEALT = {"platform": "tpu", "parallel": "cp=2"}  # and several steps
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -44,17 +47,17 @@ RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes", "options", "backend"),
+    ("family", "changes", "options", "rows", "backend"),
     [
-        ("ministral", WINDOWS | {"head_dim": 128}, TPU, KERNELS),
-        ("ministral", WINDOWS | {"head_dim": 24}, TPU, KERNELS),
-        ("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
-        ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend(decode_attention="pallas_tpu")),
-        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
-        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
-        ("qwen3_moe", {"num_experts": 64}, {"scan": False}, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
-        ("gpt_oss", {}, {}, Backend(expert_mlp="pallas_tpu")),
-        ("gpt_oss", {}, {"scan": False}, Backend(qkv_attention="pallas_gpu")),
+        ("ministral", WINDOWS | {"head_dim": 128}, TPU, 4, KERNELS),
+        ("ministral", WINDOWS | {"head_dim": 24}, TPU, 3, KERNELS),
+        ("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, 3, KERNELS),
+        ("llama", {"head_dim": 128}, DEALT, 3, Backend(decode_attention="pallas_tpu")),
+        ("qwen3_moe", {}, {}, 4, Backend(grouped_matmul="pallas_tpu")),
+        ("qwen3_moe", {}, {}, 4, Backend(grouped_matmul="pallas_gpu")),
+        ("qwen3_moe", {"num_experts": 64}, {"scan": False}, 4, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
+        ("gpt_oss", {}, {}, 4, Backend(expert_mlp="pallas_tpu")),
+        ("gpt_oss", {}, {"scan": False}, 4, Backend(qkv_attention="pallas_gpu")),
     ],
     ids=[
         "attention",
@@ -68,11 +71,11 @@ RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
         "attention from products on",
     ],
 )
-def test_a_model_generates_what_transformers_does(family, changes, options, backend, checkpoint):
+def test_a_model_generates_what_transformers_does(family, changes, options, rows, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
     apart, in one cell, quantised and dealt out to devices; experts in stacked layers; rows that start and end at
-    different times."""
-    buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
+    different times. The TPU kernel has four rows at a time, and three one after the other."""
+    buckets = Buckets(prefill=(16,), batch=(rows,), cache=(MAX_LEN,))
     path, prompts = checkpoint(family, **changes), random_prompts([1, 7, 20, 40, 33])
     stored = options.get("kv_cache_dtype")
     llm = build_llm(path, buckets, backend=backend, **{"scan": True} | options)
@@ -98,9 +101,9 @@ def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
     path = checkpoint("minicpm3", max_position_embeddings=256, **sizes)
     prompts, shapes = random_prompts([1, 20, 120, 140, 7]), set()
     for options in (
-        {"backend": Backend(), "platform": "tpu", "free_layouts": False},
-        {"backend": KERNELS, "platform": "tpu", "free_layouts": False},
-        {"backend": Backend(decode_attention="pallas_gpu"), "scan": False},
+        {"backend": Backend(), "free_layouts": False} | TPU,
+        {"backend": KERNELS, "free_layouts": False} | TPU,
+        {"backend": Backend(decode_attention="pallas_gpu"), "scan": False, "decode_steps": 1},
     ):
         llm = build_llm(path, buckets, **options)
         assert llm.engine.programs.config.backend == options["backend"]
@@ -118,18 +121,18 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantiza
     """But for bfloat16. All experts are chosen: rounding picks among near equals."""
     sizes = dict(head_dim=128, hidden_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4)
     path, buckets = checkpoint("qwen3_moe", **sizes), Buckets((16,), (2,), (64,))
-    options = dict(dtype="bfloat16", quantization=quantization, platform="tpu", free_layouts=False)
+    options = dict(dtype="bfloat16", quantization=quantization, free_layouts=False, **TPU)
     kernels, unquantized = (build_llm(path, buckets, backend=backend, **options) for backend in ("auto", "xla"))
     chosen = Backend.for_platform("tpu", Shards())
     assert kernels.config.backend == chosen
     assert unquantized.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
     assert any(weight.packed for weight in kernels.engine.programs.model.weights)
     (tokens,) = random_prompts([20])
-    (output,) = kernels.generate([tokens], SamplingParams(temperature=0, max_tokens=8))
-    new = output.outputs[0].token_ids
+    prompt = sequence(tokens, 8, detail="logits")  # a program fewer than `logits` and `generate` have
+    (new,) = run(kernels.engine, [prompt])
     logits = unquantized.logits([*tokens, *new])
-    margin = 0.1 * np.std(logits)
-    np.testing.assert_allclose(kernels.logits(tokens), logits[: len(tokens)], rtol=0, atol=margin)
+    margin, prompts = 0.1 * np.std(logits), np.concatenate(prompt.prompt_details)[:, : logits.shape[1]]
+    np.testing.assert_allclose(prompts, logits[: len(tokens)], rtol=0, atol=margin)
     steps = logits[len(tokens) - 1 : -1]
     assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 2 * margin
 
