@@ -33,6 +33,11 @@ LESS = {
         "rng.integers(6, 33)": "rng.integers(3, 12)",
     },
     "03_plan_and_compile": {"max_tokens=20": "max_tokens=4"},
+    "11_drafts": {
+        '"summarise it": f"Summarise this text in your own words: {TEXT}",': "",
+        "temperature=0, max_tokens=64": "temperature=0, max_tokens=16",
+        "temperature=0.2, seed=7, max_tokens=64": "temperature=0.2, seed=7, max_tokens=8",
+    },
     "12_serving": {
         "CLIENTS = [1, 2, 4, 8, 16]": "CLIENTS = [4]",
         "REQUESTS = 3": "REQUESTS = 1",
@@ -45,6 +50,8 @@ LESS = {
     },
     # GPTQ runs on single matrices before.
     "13_where_four_bits_hurt": {
+        "tokens=1536": "tokens=512",
+        "tokens=1024)": "tokens=512)",
         'method="hadamard+gptq", scheme="int4"': 'method="hadamard+nearest", scheme="int8"',
     },
 }
