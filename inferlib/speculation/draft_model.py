@@ -51,7 +51,7 @@ class DraftModel:
         return False
 
     def follow(self, tools: DraftTools, caches: Caches, step: Followed) -> AfterStep:
-        return AfterStep(tools.module(tools.context(step.batch), caches).cache)
+        return AfterStep(tools.module(tools.context(_with_former(step.batch, step.rows)), caches).cache)
 
     def pending(
         self, tools: DraftTools, rows: DraftRows, features: jax.Array | None, counts: jax.Array
@@ -92,3 +92,13 @@ class DraftModel:
         """Drafts [B] behind the last token of each row of a step, `ahead` tokens behind its next one."""
         last = ran.hidden.reshape(*batch.decode_tokens.shape, -1)[:, -1]
         return tools.choose(tools.module.logits(last, tools.shards, self.backend.matmul), ahead)
+
+
+def _with_former(batch: StepBatch, rows: DraftRows) -> StepBatch:
+    """A batch whose rows begin with one token more, the one before: it has no cell if all drafts stood before."""
+    count, lengths = batch.decode_tokens.shape[1], batch.decode_lengths
+    counts = (lengths > 0).astype(jnp.int32) if batch.decode_counts is None else batch.decode_counts
+    former = jnp.take_along_axis(rows.history, jnp.maximum(rows.lengths - 1, 0)[:, None], axis=1, mode="clip")
+    tokens = jnp.pad(batch.decode_tokens, ((0, 0), (1, 0)))
+    tokens = jnp.where(jnp.arange(count + 1) == count - counts[:, None], former, tokens)
+    return batch._replace(decode_tokens=tokens, decode_counts=jnp.where(counts > 0, counts + 1, 0))

@@ -40,6 +40,9 @@ JOBS: list[Job] = [
 # Without log-probabilities, for which a mode's programs are compiled once more.
 DRAWN = JOBS[1:]
 
+# With log-probabilities of each.
+LOGGED = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
+
 # Answers of three tokens alone, so that many drafts stand.
 IDS = [9, 40, 41]
 CHOICE = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(IDS, 60.0))
@@ -95,15 +98,16 @@ def counted_drafts(text: Sequence[int], cells: int, drafts: Callable[[int], Sequ
     return np.array([tried, stood])
 
 
-def assert_nothing_compiles(drafting: Callable[[], LLM], without: LLM) -> None:
-    """Batches and streams of a model that drafts, whose programs are compiled: the tokens of one that does not."""
-    jobs = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
-    expected, text = run(without, jobs), "".join(without.stream(*jobs[6]))
+def assert_nothing_compiles(drafting: Callable[[], LLM], without: LLM) -> LLM:
+    """Batches and streams of a model that drafts, whose programs are compiled: the tokens of one that does not. Returns
+    the model that drafts."""
+    expected, text = run(without, LOGGED), "".join(without.stream(*LOGGED[6]))
     llm = drafting()
     llm.engine.warmup(("logprobs",))
     before = compilations()
     for _ in range(2):
-        assert_same(run(llm, jobs), expected)
-    assert "".join(llm.stream(*jobs[6])) == text
+        assert_same(run(llm, LOGGED), expected)
+    assert "".join(llm.stream(*LOGGED[6])) == text
     assert llm.stats.drafts
     assert compilations() == before
+    return llm

@@ -1,7 +1,8 @@
-"""How many tokens dispatches draft, and what each module's model at `path` generates without drafts."""
+"""How many tokens dispatches draft, and what models generate without drafts, such as each module's at `path`."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -26,9 +27,15 @@ def counts(monkeypatch) -> Callable[..., None]:
     return choose
 
 
+@pytest.fixture(scope="session")
+def undrafted() -> Callable[..., LLM]:
+    """`undrafted(path, **options)`: a shared LLM of `BUCKETS` that drafts nothing."""
+    return functools.cache(lambda path, **options: build_llm(path, BUCKETS, decode_steps=3, **options))
+
+
 @pytest.fixture(scope="module")
-def without(path) -> LLM:
-    return build_llm(path, BUCKETS, decode_steps=3)
+def without(path, undrafted) -> LLM:
+    return undrafted(path)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,14 @@ from inferlib import LLM, Buckets, Speculation, StructuredOutputs
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from tests.helpers.engines import assert_accounted
-from tests.helpers.llms import build_llm
+from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import before_each_dispatch, poison
+from tests.helpers.sequences import sequence
 from tests.helpers.speculation import (
     BUCKETS,
-    DRAWN,
     GREEDY,
     JOBS,
+    LOGGED,
     TAILS,
     TRUNK,
     assert_nothing_compiles,
@@ -35,6 +36,9 @@ from tests.helpers.speculation import (
 pytestmark = pytest.mark.usefixtures("counts")
 # What all drafts of the model itself stand for: the others count drafts before them.
 FREE = [(TRUNK, GREEDY), (TAILS[1], options(top_k=9)), (TRUNK + TAILS[3], options(top_p=0.8)), (TRUNK[:20], GREEDY)]
+# Greedy, so that there are programs of one mode.
+LONGER = [(prompt, dataclasses.replace(GREEDY, max_tokens=28)) for prompt, _ in FREE]
+LETTERS = StructuredOutputs(choice=["a b c d e f g h"])
 
 
 @pytest.fixture(scope="module")
@@ -48,43 +52,70 @@ def other(checkpoint) -> Path:
     return checkpoint("llama", num_hidden_layers=2, num_key_value_heads=1)
 
 
+@pytest.fixture(scope="module")
+def states(checkpoint) -> Path:
+    kinds = "linear_attention", "full_attention"
+    return checkpoint("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+
+
 def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
     return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("draft", tokens, model), **more)
 
 
 @pytest.mark.slow
-def test_all_options_in_one_batch(path, other, drawn):
-    """With cached prefixes and rows that lose their pages; the second time all is cached."""
-    llm = drafting(path, other)
-    for _ in range(2):
-        assert_same(run(llm, DRAWN), drawn)
-        assert_accounted(llm.engine)
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_all_options_in_one_batch(family, path, other, without, counts, checkpoint):
+    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
+    warm-up, whatever a dispatch drafts. In the end the weights that draft are NaN, and so is all that they compute."""
+    counts(0, 1, 3)
+    llm = assert_nothing_compiles(lambda: drafting(path, other if family == "llama" else checkpoint(family)), without)
+    assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
     assert 0 < llm.stats.accepted_drafts < llm.stats.drafts
+    weights, count, drafts = llm.engine.weights, len(llm.engine.model.specs), llm.stats.drafts
+    llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
+    llm.reset_prefix_cache()
+    assert_same(run(llm, LOGGED), run(without, LOGGED))
+    assert llm.stats.drafts > drafts
 
 
 def test_the_cache_follows_the_targets(path, without):
-    """All drafts of the model itself stand, at any temperature, whatever became of the rows that they are made for."""
-    expected = run(without, FREE)
+    """All drafts of the model itself stand, at any temperature, whatever became of the rows that they are made for; the
+    last time where what is not valid holds NaN before each dispatch."""
+    expected, shares = run(without, FREE), []
     llm = drafting(path, path)
     for _ in range(2):
         assert_same(run(llm, FREE), expected)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
     assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
+        assert_same(run(llm, FREE), expected)
+        assert llm.stats.accepted_drafts == llm.stats.drafts > 40
+    assert max(shares) > 0
 
 
-def test_states_follow_the_targets(checkpoint, counts):
+def test_the_cache_is_complete_behind_a_prompt_that_comes_later(path):
+    """A step with a prompt follows one whose drafts all stood, the last of which has no cell yet."""
+    llm = drafting(path, path)
+    first, second = (sequence(prompt, 26, options()) for prompt in (TAILS[1], TAILS[4]))
+    with new_engine(llm, in_flight=1) as engine:
+        for s in (first, second):
+            engine.add(s)
+            while engine.busy and (s is second or len(s.tokens) < 9):
+                poison(engine)
+                engine.advance()
+        assert engine.stats.accepted_drafts == engine.stats.drafts > 20
+
+
+def test_states_follow_the_targets(states, undrafted, counts):
     """The same of a model that keeps states and drafts for itself. Dispatches without drafts lie in between, and cached
     prompts go on from snapshots."""
     counts(3, 3, 0)
-    params = dataclasses.replace(GREEDY, max_tokens=28)
-    jobs = [(prompt, params) for prompt in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
-    expected = run(build_llm(checkpoint("qwen3_5_text"), BUCKETS, decode_steps=3), jobs)
-    llm = drafting(checkpoint("qwen3_5_text"), checkpoint("qwen3_5_text"))
+    expected, llm = run(undrafted(states), LONGER), drafting(states, states)
     for _ in range(2):
-        assert_same(run(llm, jobs), expected)
+        assert_same(run(llm, LONGER), expected)
         assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
@@ -134,133 +165,96 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["ministral", "nemotron_h"])
-def test_windows_and_scanned_states(family, path, drawn, checkpoint, counts):
+def test_windows_and_scanned_states(family, path, without, undrafted, checkpoint, counts):
     """Of models that draft for themselves, and for another one, mostly in vain."""
     counts(3, 0, 1)
-    expected = run(build_llm(checkpoint(family), BUCKETS, decode_steps=3), FREE)
-    llm = drafting(checkpoint(family), checkpoint(family), scan=True)
+    drafter = checkpoint(family)
+    llm = drafting(drafter, drafter, scan=True)
     # A window's draft takes its last token again, and with it what left the window just now.
     with before_each_dispatch(llm, poison) if family != "ministral" else contextlib.nullcontext():
-        assert_same(run(llm, FREE), expected)
+        assert_same(run(llm, LONGER), run(undrafted(drafter), LONGER))
         assert llm.stats.accepted_drafts == llm.stats.drafts > 40
-    llm = drafting(path, checkpoint(family))
+    llm = drafting(path, drafter)
     for _ in range(2):
-        assert_same(run(llm, DRAWN), drawn)
+        assert_same(run(llm, LONGER), run(without, LONGER))
     assert_accounted(llm.engine)
     assert llm.stats.accepted_drafts < llm.stats.drafts
 
 
 @pytest.mark.slow
-def test_states_beside_a_grammar_and_on_a_mesh(checkpoint, counts):
+def test_states_beside_a_grammar_and_on_a_mesh(states, undrafted, counts):
     """Forced tokens are the host's drafts, which the states get once they stand."""
-    path = checkpoint("qwen3_5_text")
-    letters = options(structured_outputs=StructuredOutputs(choice=["a b c d e f g h"]), ignore_eos=False)
+    letters = dataclasses.replace(GREEDY, structured_outputs=LETTERS, ignore_eos=False)
     jobs = [(TAILS[0], letters), (TRUNK, dataclasses.replace(GREEDY, max_tokens=28)), (TAILS[4], GREEDY)]
-    expected = run(build_llm(path, BUCKETS), jobs)
-    llm = build_llm(path, BUCKETS, parallel="tp=2", decode_steps=2, speculation=f"draft:{path}:3")
-    assert_same(run(llm, jobs), expected)
+    llm = build_llm(states, BUCKETS, parallel="tp=2", decode_steps=2, speculation=f"draft:{states}:3")
+    assert_same(run(llm, jobs), run(undrafted(states), jobs))
     assert llm.stats.accepted_drafts == llm.stats.drafts > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_drafts_of_a_model_that_knows_nothing(family, path, other, drawn, checkpoint):
-    """Its weights are NaN, and so is all that it computes."""
-    llm = drafting(path, other if family == "llama" else checkpoint(family))
-    weights, count = llm.engine.weights, len(llm.engine.model.specs)
-    llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
-    assert_same(run(llm, DRAWN), drawn)
-    assert llm.stats.drafts
-
-
-@pytest.mark.slow
-def test_nothing_that_is_not_valid_is_read(path, without):
-    """What is not valid holds NaN before each dispatch; all drafts still stand."""
-    expected = run(without, FREE)
-    llm, shares = build_llm(path, BUCKETS, decode_steps=2, speculation=f"draft:{path}:3"), []
-    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
-        assert_same(run(llm, FREE), expected)
-        assert llm.stats.accepted_drafts == llm.stats.drafts > 40
-    assert max(shares) > 0
 
 
 @pytest.mark.slow
 def test_changing_counts_and_batches(path, without, counts):
     """Dispatches that draft nothing keep the cache complete, and rows move to smaller batches."""
     counts(3, 0, 1, 0, 0)
-    expected = run(without, FREE)
     buckets = Buckets(prefill=(8,), batch=(1, 4), cache=(24, 64))
     llm = build_llm(path, buckets, decode_steps=2, speculation=f"draft:{path}:3", page_size=8)
-    assert_same(run(llm, FREE), expected)
+    assert_same(run(llm, LONGER), run(without, LONGER))
     assert llm.stats.accepted_drafts == llm.stats.drafts > 10
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
-def test_other_devices_prefill(family, checkpoint, counts):
+@pytest.mark.parametrize("kind", ["keys", pytest.param("states", marks=pytest.mark.slow)])
+def test_other_devices_prefill(kind, path, states, undrafted, counts):
     """The cells and states of the draft model, too: all drafts stand of a model that drafts for itself."""
     counts(3, 3, 0)
-    path, params = checkpoint(family), dataclasses.replace(GREEDY, max_tokens=28)
-    jobs = [(prompt, params) for prompt in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
-    expected = run(build_llm(path, BUCKETS, decode_steps=3), jobs)
-    llm = drafting(path, path, prefill_devices=[1], page_size=8)
+    model = path if kind == "keys" else states
+    llm = drafting(model, model, prefill_devices=[1], page_size=8)
     for engine in (llm.engine, llm.engine.source.engine):
         poison(engine)
     for _ in range(2):
-        assert_same(run(llm, jobs), expected)
+        assert_same(run(llm, LONGER), run(undrafted(model), LONGER))
         assert_accounted(llm.engine)
         assert_accounted(llm.engine.source.engine)
     assert llm.stats.handed_tokens > 40
-    assert llm.stats.accepted_drafts == llm.stats.drafts > 20  # how many depends on when rows are preempted
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"scan": True}, {"kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}], ids=str)
-def test_kinds_of_caches(path, other, options):
-    jobs = JOBS[1:4]
-    expected = run(build_llm(path, BUCKETS, **options), jobs)
-    llm = drafting(path, other, **options)
+def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, other, undrafted):
+    kinds, jobs = {"scan": True, "kv_cache_dtype": "int8"}, JOBS[1:4]
+    expected = run(undrafted(path, **kinds), jobs)
+    llm = drafting(path, other, host_cache="1MiB", **kinds)
     for _ in range(3):
         assert_same(run(llm, jobs), expected)
         run(llm, [(TAILS[4] + TRUNK, dataclasses.replace(GREEDY, max_tokens=9))])  # its pages push others out
     assert llm.stats.accepted_drafts
-    assert llm.stats.host_tokens or "host_cache" not in options
+    assert llm.stats.host_tokens
 
 
 @pytest.mark.slow
-def test_a_draft_beside_windows_and_latents(path, checkpoint):
+@pytest.mark.parametrize("family", ["ministral", "minicpm3"])
+def test_a_draft_beside_windows_and_latents(family, path, undrafted, checkpoint):
     """Rings and latents of the target have nothing to do with the pages of a model that drafts."""
-    for family in ("ministral", "minicpm3"):
-        jobs = [(TRUNK, GREEDY), (TRUNK[:30] + TAILS[3], GREEDY)]
-        expected = run(build_llm(checkpoint(family), BUCKETS), jobs)
-        llm = build_llm(checkpoint(family), BUCKETS, decode_steps=2, speculation=f"draft:{path}:3")
-        for _ in range(2):
-            assert_same(run(llm, jobs), expected)
-        assert llm.stats.drafts
+    jobs = [(TRUNK, GREEDY), (TRUNK[:30] + TAILS[3], GREEDY)]
+    llm = build_llm(checkpoint(family), BUCKETS, decode_steps=2, speculation=f"draft:{path}:3")
+    for _ in range(2):
+        assert_same(run(llm, jobs), run(undrafted(checkpoint(family)), jobs))
+    assert llm.stats.drafts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp=2", "dp=2,tp=4", "cp=2"])
-def test_several_devices(parallel, checkpoint):
+def test_replicas_heads_and_positions_on_several_devices(checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
     jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
     expected = run(build_llm(path, buckets), jobs)
-    llm = build_llm(path, buckets, parallel=parallel, decode_steps=2, speculation=f"draft:{path}:3")
+    llm = build_llm(path, buckets, parallel="dp=2,cp=2,tp=2", decode_steps=2, speculation=f"draft:{path}:3")
     assert_same(run(llm, jobs), expected)
     assert llm.stats.accepted_drafts > 0.6 * llm.stats.drafts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_nothing_compiles_after_the_warm_up(family, path, other, without, counts, checkpoint):
-    counts(0, 1, 3)
-    model = other if family == "llama" else checkpoint(family)
-    assert_nothing_compiles(lambda: drafting(path, model), without)
-
-
-@pytest.mark.slow
 def test_sleep_and_functions_that_change_logits(path, without):
     """Dispatches with such rows draft nothing, and the cache follows."""
-    jobs = [(TAILS[0], options(logits_processors=[lambda tokens, logits: logits], max_tokens=8)), FREE[0]]
+    unchanged = dataclasses.replace(GREEDY, logits_processors=[lambda tokens, logits: logits], max_tokens=8)
+    jobs = [(TAILS[0], unchanged), FREE[0]]
     expected = run(without, jobs)
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"draft:{path}:3")
     for _ in range(2):
