@@ -1,4 +1,4 @@
-"""Every implementation of decode attention against one float64 oracle. About 95 s, most of it compiling."""
+"""Every implementation of decode attention against one float64 oracle. Most of its time is compiling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import KvCache
-from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
+from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu, decode_rows_tpu
 from tests.helpers.attention_calls import decode_attention, on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 from tests.helpers.kernels import copies_of, on_backends
@@ -98,7 +98,9 @@ SHORT_CASES = {
     "short rows, rings of pages, several written": Case(
         (3, 40, 63, 66, 100, 163, 0, 80), queries=5, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
     ),
-    "short rows, a tree": Case((0, 2, 5, 130), queries=5, tree=True, options={"window": 100}, slots=136),
+    "short rows, a tree, keys that are values": Case(
+        (0, 2, 5, 130), size=128, queries=5, tree=True, one=True, options={"window": 100}, slots=136
+    ),
     "short rows, int8, written to some": Case(
         (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)
     ),
@@ -113,7 +115,7 @@ RACES = (
     *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "fp8, written to a ring", "int8, written to some rows"),
     *("short rows in pages", "short rows, full rings", "short rows, rings of pages, several written"),
-    *("short rows, a tree", "short rows, int8, written to some"),
+    *("short rows, a tree, keys that are values", "short rows, int8, written to some"),
 )
 EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
 EARLY += ("int8, written to some rows", "short rows, full rings", "short rows, rings of pages, several written")
@@ -121,7 +123,9 @@ EARLY += ("int8, written to some rows", "short rows, full rings", "short rows, r
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that rows have several, and their ends several parts; some have more pages than are started one by one."""
+    """So that rows have several, and their ends several parts; some have more pages than are started one by one. Rows
+    run one after the other."""
+    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", ())
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 17)
     monkeypatch.setattr(decode_attention_tpu, "PART", 256)
     monkeypatch.setattr(block_stream_tpu, "UNROLL", 2)
@@ -143,14 +147,16 @@ def test_quantised_caches(name, backend):
     QUANTISED_CASES[name].check(BACKENDS[backend])
 
 
-@on_backends(WRITING_CASES, ("xla", "tpu"), RACES, slow=["int8, several written to pages"])
+@on_backends(WRITING_CASES, ("xla", "tpu"), RACES)
 def test_new_cells_are_written(name, backend):
     """And no other bit of the cache changes."""
     WRITING_CASES[name].check(BACKENDS[backend])
 
 
 @on_backends(SHORT_CASES, ("tpu",), RACES)
-def test_short_rows(name, backend):
+def test_short_rows(name, backend, monkeypatch):
+    """Eight at a time, or four, so that eight are two groups."""
+    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name == "short rows" else (4,))
     SHORT_CASES[name].check(BACKENDS[backend])
 
 
@@ -171,8 +177,9 @@ def test_kernels_without_scales_or_a_mask_say_so():
 
 @pytest.mark.slow
 @copies_of(RACES, EARLY)
-def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+def test_the_tpu_kernel_has_no_races(name, mode, capsys, monkeypatch):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
+    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (4,) if name in SHORT_CASES else ())
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES | SHORT_CASES)[name]
     case = dataclasses.replace(case, queries=case.queries or 1)
