@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from inferlib.aot.verify import Check, by_compiler, candidates
 from inferlib.cli import app
+from inferlib.cli.output import json_line
+from inferlib.deploy.plan import PlanResult
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, StepEstimate
 from inferlib.models.families import config_from_hf
@@ -55,32 +57,30 @@ def plan(*words):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_the_compilers_figures_beside_the_models(model):
-    result = plan(model, *WORDS, "--verify", "1", "--json")
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    best = facts["options"][0]
-    assert facts["best_verified"]["parallel"] == best["parallel"]
-    checks = facts["verified"]
-    assert [c["program"].split()[0] for c in checks] == ["decode", "prefill"]
-    for check in checks:
-        assert [check[key] for key in ("parallel", "weights", "batch")] == [best["parallel"], "int8", best["batch"]]
-        assert check["status"] == "compiled"
-        assert check["model"]["memory"] == best["bytes"]["total"]
-        assert check["compiler"]["memory"] > best["bytes"]["weights"] + best["bytes"]["cache"]
-        assert check["compiler"]["bytes"] > 0.9 * check["model"]["bytes"] > 0
-        assert check["compiler"]["seconds"] > 0
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_several_plans_in_a_table(model):
+def test_the_compilers_figures_beside_the_models(model, monkeypatch):
+    """Of two plans, in a table and as JSON values, from one compilation."""
+    results, verify = [], PlanResult.verify
+    monkeypatch.setattr(
+        PlanResult, "verify", lambda *args, **named: results.append(verify(*args, **named)) or results[0]
+    )
     result = plan(model, *WORDS, "--verify", "2")
     assert result.exit_code == 0, result.output
     table = result.stdout.split("by the TPU compiler", 1)[1]
     assert len(re.findall(r"GiB +compiled *\n", table)) == 4
     assert len(re.findall(r" [+-]\d+% ", table)) == 4
     assert "With the compiler's times:\nBest: --parallel" in table
+    facts = json.loads(json_line(results[0].facts()))
+    best, checks = facts["options"][0], facts["verified"]
+    assert facts["best_verified"]["parallel"] in {check["parallel"] for check in checks}
+    assert [check["program"].split()[0] for check in checks] == ["decode", "prefill"] * 2
+    for check in checks[:2]:
+        assert [check[key] for key in ("parallel", "weights", "batch")] == [best["parallel"], "int8", best["batch"]]
+        assert check["model"]["memory"] == best["bytes"]["total"]
+        assert check["compiler"]["memory"] > best["bytes"]["weights"] + best["bytes"]["cache"]
+    for check in checks:
+        assert check["status"] == "compiled"
+        assert check["compiler"]["bytes"] > 0.9 * check["model"]["bytes"] > 0
+        assert check["compiler"]["seconds"] > 0
 
 
 def test_candidates_are_the_best_of_different_meshes(monkeypatch):
