@@ -15,17 +15,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels import mx_pack, simulator
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
+from inferlib.nki_kernels.mla_decode import mla_decode
 from inferlib.nki_kernels.mx_matmul import mx_matmul
 
 TARGETS = ("trn2", "trn3")
 ENGINES = ("dma", "tensor", "vector", "scalar", "gpsimd")
 # Llama-3-8B on 8 cores: 4 query heads and 1 KV head of 128 each.
 GROUP, SIZE = 4, 128
+# DeepSeek-V3's latents and rotary keys.
+RANK, ROTARY = 512, 64
 
 
 def decode(target: str, context: int, dtype: Any, page: int | None = None) -> tuple[simulator.Counters, int]:
@@ -55,6 +58,23 @@ def prefill(target: str, width: int, context: int) -> tuple[simulator.Counters, 
         run = flash_prefill(q, KvCache(k, v), rows, positions, AttentionOptions(SIZE**-0.5), lnc=1)
         jax.block_until_ready(run)
     return session.cores[0], k.nbytes + v.nbytes
+
+
+def latents(target: str, context: int, heads: int, tokens: int = 1) -> tuple[simulator.Counters, int]:
+    """(counters, bytes of live latents and rotary keys) of DeepSeek-V3's decode attention, pages of 128."""
+    rng = np.random.default_rng(0)
+    arrays: Any = [
+        rng.normal(size=(*shape, n)).astype(ml_dtypes.bfloat16)
+        for shape in ((1, tokens, heads), (context // 128, 1, 128))
+        for n in (RANK, ROTARY)
+    ]
+    q, rotary, cells, keys = arrays
+    table: Any = np.arange(context // 128, dtype=np.int32)[None]
+    lengths: Any = np.array([context], np.int32)
+    with simulator.session(target) as session:
+        cache = LatentCache(cells, keys, pages=table)
+        jax.block_until_ready(mla_decode(q, rotary, cache, lengths, 0.07, lnc=1))
+    return session.cores[0], cells.nbytes + keys.nbytes
 
 
 def matmul(target: str, tokens: int, inner: int, outer: int, element: str) -> tuple[simulator.Counters, int, float]:
@@ -104,6 +124,10 @@ def main() -> None:
             _row(attention, f"{target} {name}, 8192", core, f"{core.hbm_bytes / floor:.4f}")
         core, floor = prefill(target, 512, 2048)
         _row(attention, f"{target} prefill, 512 of 2048", core, f"{core.hbm_bytes / floor:.4f}")
+        for heads, tokens in ((16, 1), (128, 1), (128, 4)):
+            core, floor = latents(target, 4096, heads, tokens)
+            name = f"{target} decode over latents, {heads} heads, {tokens} a row, 4096"
+            _row(attention, name, core, f"{core.hbm_bytes / floor:.4f}")
     console.print(attention)
     products = _table("MX products, 4096 x 4096: bytes / packed weights; useful matrix slots")
     for target in TARGETS:

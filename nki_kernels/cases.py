@@ -13,12 +13,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels import mx_pack
 from inferlib.nki_kernels.call import is_gen4
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
+from inferlib.nki_kernels.mla_decode import mla_decode
 from inferlib.nki_kernels.mx_matmul import mx_matmul
 from inferlib.nki_kernels.router_topk import router_topk
 
@@ -175,6 +176,61 @@ class Prefill(_Attention):
 
         out, lse = run(q, k, v, rows, positions, sinks, table)
         return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
+
+
+@dataclass(frozen=True)
+class Latents:
+    """mla_decode of rows with these lengths, over latents of `rank` and rotary keys of `rotary` numbers."""
+
+    name: str
+    lengths: tuple[int, ...]
+    tokens: int = 1
+    heads: int = 3
+    rank: int = 128
+    rotary: int = 64
+    slots: int = 300
+    dtype: str = "float32"
+    page: int | None = None
+    limit: int | None = None
+    gain: float = 1.0
+    only_gen4: ClassVar[bool] = False
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error of outputs and log-sum-exps, in units of the tolerance."""
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        rows, width = len(self.lengths), self.rank + self.rotary
+        scale, page = width**-0.5 * self.gain, self.page or self.slots
+        q = rng.normal(size=(rows, self.tokens, self.heads, width)).astype(dtype)
+        each = self.slots // page
+        table = rng.permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
+        table = table if self.page else np.arange(rows, dtype=np.int32)[:, None]
+        cells = np.full((rows * each + 3, page, width), np.nan)
+        cells[:, ::2] = np.inf
+        for row, length in enumerate(self.lengths):
+            at = np.arange(length)
+            cells[table[row, at // page], at % page] = rng.normal(size=(length, width))
+        cells = cells.astype(dtype)
+        latents, keys = np.split(cells[:, None], [self.rank], axis=3)
+
+        @jax.jit
+        def run(q, latents, keys, lengths, pages):
+            cache = LatentCache(latents, keys, pages=pages, limit=self.limit)
+            return mla_decode(q[..., : self.rank], q[..., self.rank :], cache, lengths, scale, lnc=lnc)
+
+        got = run(q, latents, keys, np.array(self.lengths, np.int32), table if self.page else None)
+        wants = self._oracle(q, cells[table].reshape(rows, -1, width), scale)
+        return max(worst(x, want, TOLERANCE[self.dtype]) for x, want in zip(got, wants, strict=True))
+
+    def _oracle(self, q, cells, scale) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = np.zeros((*q.shape[:3], self.rank)), np.full(q.shape[:3], -np.inf)
+        for row, length in enumerate(self.lengths):
+            for token in range(max(0, self.tokens - length), self.tokens):
+                seen = cells[None, row, : length - self.tokens + token + 1]
+                values = seen[..., : self.rank]
+                a, b = attention(q[None, row, token], seen, values, scale, None, None)
+                out[row, token], lse[row, token] = a[0], b[0]
+        return out, lse
 
 
 @dataclass(frozen=True)
@@ -345,6 +401,17 @@ PREFILL = (
     Prefill("prefill, pages of 16", (0, 100), slots=144, page=16),
     Prefill("prefill, ring of pages", (5, 500), slots=96, page=32, window=70, ring=True),
 )
+LATENTS = (
+    Latents("latents, rows of every length", (0, 1, 2, 64, 128, 129, 299, 300)),
+    Latents("latents, DeepSeek-V3", (33, 2300), heads=128, rank=512, slots=2304, dtype="bfloat16"),
+    Latents("latents, DeepSeek-V3, drafts in pages", (3, 300), 4, 128, 512, slots=384, page=128, dtype="bfloat16"),
+    Latents("latents, several tokens, fewer positions", (0, 1, 3, 290), tokens=4, heads=50),
+    Latents("latents, odd sizes", (1, 33, 140), heads=1, rank=28, rotary=8, slots=140, dtype="float16"),
+    Latents("latents of three pieces, float32", (40, 150), rank=384, slots=150, limit=150),
+    Latents("latents, large logits", (1, 300), gain=1e3),
+    Latents("latents, pages of 16", (0, 1, 16, 17, 320), tokens=2, slots=320, page=16),
+    Latents("latents, pages of 8, few live", (33, 4000), slots=4096, page=8, dtype="bfloat16"),
+)
 FP8, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 MX = (
     Mx("mxfp8, whole tiles", 128, 512, 512, FP8),
@@ -372,4 +439,4 @@ ROUTER = (
     Router("router, 8 of 128 with bias, over all", 5, 576, 128, 8, renormalize=False, bias=True),
     Router("router, one of 8, float32", 128, 90, 8, 1, dtype="float32", renormalize=False),
 )
-ALL = (*DECODE, *PREFILL, *MX, *LINEAR, *ROUTER)
+ALL = (*DECODE, *PREFILL, *LATENTS, *MX, *LINEAR, *ROUTER)

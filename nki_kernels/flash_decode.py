@@ -129,13 +129,8 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
     rows, kv_heads, queries, _ = q.shape
     out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
     lse = nl.ndarray((rows, kv_heads, queries), dtype=nl.float32, buffer=nl.shared_hbm)
-    cores = nl.num_programs()
-    core = nl.program_id(0)
     run = min(BLOCK_TILES, k.shape[2])
-    if paged:
-        blocks = cut_pages(slots, run, cores, core)
-    else:
-        blocks = cut_slots(slots, cores, core)
+    blocks = cut_cache(slots, run, paged)
     positions = slot_positions(blocks)
     steps = cut_steps(blocks)
     eye = identity(nl.bfloat16)
@@ -164,6 +159,14 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
                 add_step(state, scores, values, place, step, live, unit)
             finish(out, lse, state, row, head, unit)
     return out, lse
+
+
+def cut_cache(slots, run, paged):
+    """[(start, partitions, tiles)]: the blocks of a row's cache that this core reads; run: slots of a page side by side
+    in a partition."""
+    if paged:
+        return cut_pages(slots, run, nl.num_programs(), nl.program_id(0))
+    return cut_slots(slots, nl.num_programs(), nl.program_id(0))
 
 
 def cut_steps(blocks):
@@ -197,7 +200,7 @@ def two_buffers(cache, blocks, paged):
     for _ in range(2):
         tile = nl.ndarray((128, tiles, cache.shape[3]), dtype=cache.dtype, buffer=nl.sbuf)
         if not whole:
-            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
+            nisa.memset(dst=tile.view(nl.int32), value=0, engine=nisa.engine.gpsimd)
         made.append(tile)
     return made
 

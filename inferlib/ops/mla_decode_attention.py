@@ -25,12 +25,14 @@ def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:
     """The implementation for latents of `rank` and rotary keys of `rotary` numbers, quantised if `scaled`."""
     if backend == "xla":
         return Choice(backend)
-    if backend not in ("pallas_tpu", "pallas_gpu"):
-        return Choice("xla", "latent attention")
     if scaled and backend != "pallas_tpu":
         return Choice("xla", "a cache of int8 or fp8")
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels.mla_decode_attention_gpu import fits
+
+        tiles = fits(rank, rotary)
+    elif backend == "nki":
+        from inferlib.nki_kernels.mla_decode import fits
 
         tiles = fits(rank, rotary)
     else:
@@ -45,9 +47,12 @@ def choose_for(q: Shaped, cache: LatentCache, backend: str) -> Choice:
         from inferlib.pallas_kernels.row_cells_gpu import unsupported_pages
 
         return Choice.of(backend, unsupported_pages(cache.latents.shape[-2], cache.columns))
-    if backend != "pallas_tpu":
+    if backend == "xla":
         return Choice(backend)
-    from inferlib.pallas_kernels.mla_decode_attention_tpu import unsupported
+    if backend == "nki":
+        from inferlib.nki_kernels.mla_decode import unsupported
+    else:
+        from inferlib.pallas_kernels.mla_decode_attention_tpu import unsupported
 
     shapes = map(shape_of, (q, cache.latents, cache.keys))
     return Choice.of(backend, unsupported(*shapes, pages=cache.columns))
@@ -70,7 +75,8 @@ def mla_decode_attention(
     the new tokens, or [B, C, 1, ...], written before they are read; without, they are in the cache already.
     backend: "xla", the only one that takes scales; "pallas_tpu", which reads live pages only; "pallas_gpu", which reads
     live positions only (the cache of one layer), and writes new cells of one query a row where they lie; several
-    queries are rows of their own to it, whose cells are written before. Both are interpreted on CPU.
+    queries are rows of their own to it, whose cells are written before; "nki" for Trainium, which reads pages with live
+    positions only. Those in Pallas are interpreted on CPU.
     Returns out in q's shape and dtype, lse [B, H] or [B, C, H] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """
@@ -85,7 +91,7 @@ def mla_decode_attention(
         return *_apart(q, rotary, cache, lengths, scale), cache
     if single:
         q, rotary = q[:, None], rotary[:, None]
-    run = _by_tpu_kernel if backend == "pallas_tpu" else _by_xla
+    run = {"pallas_tpu": _by_tpu_kernel, "nki": _by_nki_kernel}.get(backend, _by_xla)
     out, lse = run(q, rotary, cache, lengths, scale)
     return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
 
@@ -132,6 +138,14 @@ def _by_tpu_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tupl
 
     forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     return lax.platform_dependent(q, latents, keys, lengths, **forms)
+
+
+def _by_nki_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:
+    from inferlib.nki_kernels.mla_decode import mla_decode
+
+    if cache.layer is not None:
+        cache = replace(cache, latents=cache.latents[cache.layer], keys=cache.keys[cache.layer], layer=None)
+    return mla_decode(q, rotary, cache, lengths, scale)
 
 
 def _by_xla(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:

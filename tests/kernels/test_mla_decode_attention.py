@@ -1,4 +1,4 @@
-"""Decode attention over latents: XLA's form and the TPU kernel against one float64 oracle. About 20 s."""
+"""Decode attention over latents: XLA's form, the TPU kernel and Trainium's against one float64 oracle. 20 s."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def small_blocks(monkeypatch):
 @on_backends(CASES, BACKENDS, RACES, slow=("long rows", "half precision", "200 queries"))
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
+
+
+def test_the_trainium_kernel_on_its_stand_in():
+    case = Case((0, 1, 3, 5, 256, 300), queries=4, slots=256, columns=2, fold=1, layers=2)
+    case.check(partial(mla_decode_attention, backend="nki"))
 
 
 def test_one_query_needs_no_axis():

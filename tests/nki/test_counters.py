@@ -25,6 +25,18 @@ def test_decode_reads_keys_and_values_once_and_hides_all_else(target):
     assert core.short_dma < 0.005 * live
 
 
+@pytest.mark.parametrize("target", benchmark.TARGETS)
+def test_decode_over_latents_reads_them_once_for_all_queries(target):
+    """Beside latents, queries and results move. The Tensor engine turns latents once for four groups of queries."""
+    core, live = benchmark.latents(target, 1024, 128, 4)
+    queries = 512 * (512 + 64 + 512) * 2
+    assert live + queries <= core.hbm_bytes <= 1.01 * (live + queries)
+    assert 2 * core.sbuf_peak <= SBUF_BYTES[target]
+    assert 2 * core.psum_peak <= 8
+    alone, _ = benchmark.latents(target, 1024, 128)
+    assert core.busy_us["tensor"] < 3.1 * alone.busy_us["tensor"]
+
+
 def test_pages_without_live_slots_are_not_read():
     """One row of 1000 positions with a table for 8192: whole runs of 16 slots are read, of keys and of values."""
     cache = np.ones((512, 1, 16, 128), ml_dtypes.bfloat16)

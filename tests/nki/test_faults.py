@@ -1,6 +1,7 @@
 """Planted faults: each is refused, and the message names the rule that was broken.
 
-Small kernels break one rule each; `MUTANTS` are flash_decode's own source with one line changed.
+Small kernels break one rule each; `MUTANTS` and `LATENT_MUTANTS` are the source of flash_decode and of mla_decode
+with one line changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache
-from inferlib.nki_kernels import flash_decode, simulator
+from inferlib.nki_kernels import flash_decode, mla_decode, simulator
 
 FAULTS = {}
 
@@ -442,9 +443,31 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def load_mutant(tmp_path, old, new):
-    source = inspect.getsource(flash_decode)
-    assert source.count(old) >= 1, f"flash_decode has no {old!r}"
+# The same of mla_decode.
+LATENT_MUTANTS = {
+    "scores in SBUF": ("nl.ndarray((queries, (stop - first) * 128), dtype=nl.float32, buffer=nl.psum)",
+                       "nl.ndarray((queries, (stop - first) * 128), dtype=nl.float32, buffer=nl.sbuf)", "buffer"),
+    "all of a block's scores in one product": ("stop = min(tiles, first + 4)", "stop = min(tiles, first + 16)",
+                                               "matmul-limits"),
+    "bounds that are numbers": ("bound0=zero", "bound0=0.0", "argument"),
+    "bounds of all tiles": ("bound1=ends[:, t : t + 1]", "bound1=ends", "shape"),
+    "another fill": ("on_false_value=FP32_MIN", "on_false_value=FLOOR", "fill-value"),
+    "maxima without a reset": ("reduce_cmd=nisa.reduce_cmd.reset_reduce,\n                reduce_res=tops",
+                               "reduce_cmd=nisa.reduce_cmd.reduce,\n                reduce_res=tops",
+                               "reduce-registers"),
+    "sums without a reset": ("reduce_res=added,\n        reduce_cmd=nisa.reduce_cmd.reset_reduce",
+                             "reduce_res=added,\n        reduce_cmd=nisa.reduce_cmd.reduce", "reduce-registers"),
+    "weights of float32": ("weights = nl.ndarray(scores.shape, dtype=cells[2].dtype",
+                           "weights = nl.ndarray(scores.shape, dtype=nl.float32", "fp32-pair"),
+    "products of no tile first": ("accumulate=first + i > 0", "accumulate=True", "accumulate"),
+    "results of one group alone": ("dst=out[row, first:stop]", "dst=out[row, 0 : stop - first]", "output"),
+    "the first token's rows for all": ("src=stops[row, first:stop]", "src=stops[row]", "element-count"),
+}  # fmt: skip
+
+
+def load_mutant(module, tmp_path, old, new):
+    source = inspect.getsource(module)
+    assert source.count(old) >= 1, f"{module.__name__} has no {old!r}"
     path = tmp_path / "mutant.py"
     path.write_text(source.replace(old, new), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("mutant", path)
@@ -471,9 +494,33 @@ def test_the_kernel_that_is_mutated_runs():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_flash_decode_is_refused_by_name(name, tmp_path):
     old, new, rule = MUTANTS[name]
-    mutant = load_mutant(tmp_path, old, new)
+    mutant = load_mutant(flash_decode, tmp_path, old, new)
     with simulator.session("trn2"), pytest.raises(simulator.RuleError, match=rf"\[{rule}\]"):
         launch(mutant)
+
+
+def launch_latents(kernel):
+    """130 queries in two groups over 900 of 2,048 positions in pages of 128."""
+    q, rotary = np.ones((1, 130, 64), ml_dtypes.bfloat16), np.ones((1, 130, 16), ml_dtypes.bfloat16)
+    latents, keys = np.ones((16, 1, 128, 64), ml_dtypes.bfloat16), np.ones((16, 1, 128, 16), ml_dtypes.bfloat16)
+    spans, stops = np.array([[[0], [900]]], np.float32), np.full((1, 130, 1), 899.5, np.float32)
+    table = np.arange(16, dtype=np.int32)[None]
+    return kernel(q, rotary, latents, keys, spans, stops, table, slots=2048, scale=0.1, paged=True)
+
+
+def test_the_latent_kernel_that_is_mutated_runs():
+    with simulator.session("trn2"):
+        out, lse = launch_latents(mla_decode.kernel)
+    np.testing.assert_allclose(out.astype(np.float32), 1, atol=0.02)
+    np.testing.assert_allclose(lse, 8 + np.log(900), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", LATENT_MUTANTS)
+def test_a_mutant_of_mla_decode_is_refused_by_name(name, tmp_path):
+    old, new, rule = LATENT_MUTANTS[name]
+    mutant = load_mutant(mla_decode, tmp_path, old, new)
+    with simulator.session("trn2"), pytest.raises(simulator.RuleError, match=rf"\[{rule}\]"):
+        launch_latents(mutant)
 
 
 def test_a_dtype_that_the_generation_lacks_is_refused_before_launch():

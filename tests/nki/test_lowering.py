@@ -18,18 +18,31 @@ from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.oracle_cases import FAMILIES, SIZES
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 KEY = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 
 
-def lowered(family: str, backend: Backend) -> Module:
-    options = {k: v for k, v in {**SIZES, **FAMILIES[family]}.items() if v is not None or k != "head_dim"}
+def lowered(family: str, backend: Backend, **overrides) -> Module:
+    options = {k: v for k, v in {**SIZES, **FAMILIES[family], **overrides}.items() if v is not None or k != "head_dim"}
     hf = AutoConfig.for_model(family, **options).to_dict()
-    hf["architectures"] = ["LlamaForCausalLM" if family == "llama" else "Gemma2ForCausalLM"]
+    hf["architectures"] = [ARCHITECTURES[family]]
     config = EngineConfig.make("neuron", 4, 64, Buckets((16,), (1, 4), (32, 64)))
     programs = ProgramSet.make(
         abstract_model(config_from_hf(hf), "bfloat16"), dataclasses.replace(config, backend=backend)
     )
     return Module(programs.lower(KEY, "neuron").compiler_ir("hlo").get_hlo_module().to_string())
+
+
+def test_each_layer_with_latents_has_its_kernel():
+    layers = SIZES["num_hidden_layers"]
+    backend = Backend(decode_attention="nki", prefill_attention="nki")
+    module = lowered("deepseek_v3", backend, first_k_dense_replace=layers)
+    assert nki_kernels(module) == {"mla_decode": layers}
+    assert [str(finding) for finding in lint(module)] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

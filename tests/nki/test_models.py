@@ -14,6 +14,7 @@ from tests.helpers.tokenizer import write_tokenizer
 NKI = Backend(decode_attention="nki", prefill_attention="nki")
 FAMILIES = [
     pytest.param("llama", {"num_hidden_layers": 1}),
+    pytest.param("deepseek_v3", {"num_hidden_layers": 2}),
     pytest.param("qwen3", {"num_hidden_layers": 1}, marks=pytest.mark.slow),
     pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
     # A sliding window, whose ring wraps, and a softcap.
@@ -30,8 +31,8 @@ def test_generates_what_transformers_does(family, overrides, tmp_path):
     with simulator.session("trn2") as session:
         llm = build_llm(path, buckets, backend=NKI, decode_steps=2)
         outputs = llm.generate(prompts, params)
-    # Two prompts in chunks of 16, and eleven steps of both: a launch a layer each.
-    assert session.launches >= 3 + 11
+    # Two prompts in chunks of 16, whose attention to latents is XLA's, and eleven steps of both: a launch a layer each.
+    assert session.launches >= (2 * 11 if family == "deepseek_v3" else 3 + 11)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(path, prompt, output.outputs[0].token_ids)
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
+from inferlib.nki_kernels.mla_decode import mla_decode
 from inferlib.nki_kernels.mx_matmul import mx_matmul
 
 LENGTHS = jnp.array([3], jnp.int32)
@@ -50,6 +51,33 @@ def test_flash_decode_of_more_rows_of_pages_than_float32_counts():
     q, cache = jnp.zeros((1, 1, 1, 4, 4), jnp.bfloat16), jax.ShapeDtypeStruct((1 << 24, 1, 16, 4), jnp.bfloat16)
     with pytest.raises(ValueError, match="exact below"):
         flash_decode(q, KvCache(cache, pages=jnp.zeros((1, 2), jnp.int32)), LENGTHS, AttentionOptions(1.0))
+
+
+def latents(
+    *, rows=1, tokens=1, heads=4, rank=128, rotary=64, dtype=jnp.bfloat16, page=128, fold=1, table=None, scale=1.0
+):
+    q, keys = (jnp.zeros((rows, tokens, heads, size), jnp.bfloat16) for size in (rank, rotary))
+    cells = jnp.zeros((1, 1, page, rank), dtype), jnp.zeros((1, 1, page // fold, rotary * fold), dtype)
+    return mla_decode(q, keys, LatentCache(*cells, pages=table), jnp.full(rows, 3), scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(dtype=jnp.float8_e4m3), "float32, bfloat16 or float16"),
+        (dict(fold=2), "are not those of 128 latents"),
+        (dict(rank=576), "latents of 576"),
+        (dict(rank=129), "latents of 129"),
+        (dict(rotary=192), "rotary keys of 192"),
+        (dict(tokens=9, heads=128), "exceed 1024"),
+        (dict(rows=2), "2 rows exceed a cache of 1"),
+        (dict(page=48, table=jnp.zeros((1, 2), jnp.int32)), "no power of two"),
+        (dict(scale=0.0), "must be positive"),
+    ],
+)
+def test_mla_decode(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        latents(**options)
 
 
 @pytest.mark.parametrize(
