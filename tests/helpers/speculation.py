@@ -37,9 +37,6 @@ JOBS: list[Job] = [
     (TAILS[3], options(max_tokens=1)),
 ]
 
-# Without log-probabilities, for which a mode's programs are compiled once more.
-DRAWN = JOBS[1:]
-
 # With log-probabilities of each.
 LOGGED = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
 

@@ -12,7 +12,7 @@ from inferlib import LLM
 from inferlib.engine.profit import Profit
 from inferlib.outputs import RequestOutput
 from tests.helpers.llms import build_llm
-from tests.helpers.speculation import BUCKETS, DRAWN, JOBS, run
+from tests.helpers.speculation import BUCKETS, JOBS, run
 
 
 @pytest.fixture
@@ -41,8 +41,3 @@ def without(path, undrafted) -> LLM:
 @pytest.fixture(scope="module")
 def expected(without) -> list[RequestOutput]:
     return run(without, JOBS)
-
-
-@pytest.fixture(scope="module")
-def drawn(without) -> list[RequestOutput]:
-    return run(without, DRAWN)

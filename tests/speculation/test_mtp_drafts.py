@@ -14,11 +14,10 @@ from inferlib.models.config import ConfigError
 from inferlib.outputs import RequestOutput
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
-from tests.helpers.mtp import PublishedMtp, make_target
+from tests.helpers.mtp import MTP_LAYERS, PublishedMtp, make_target
 from tests.helpers.speculation import (
     ALONE,
     BUCKETS,
-    DRAWN,
     IDS,
     JOBS,
     assert_nothing_compiles,
@@ -77,15 +76,14 @@ def test_drafts_are_the_published_ones(path, without):
 
 
 @pytest.mark.slow
-def test_all_options_in_one_batch(path, drawn):
-    """With cached prefixes and rows that lose their pages; the second time all is cached."""
-    llm = tight(path, BUCKETS, decode_steps=3, speculation="mtp:3")
-    for _ in range(2):
-        assert_same(run(llm, DRAWN), drawn)
-        assert_accounted(llm.engine)
+def test_all_options_in_one_batch(path, without, counts):
+    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
+    warm-up, whatever a dispatch drafts."""
+    counts(3, 0, 1)
+    llm = assert_nothing_compiles(lambda: tight(path, BUCKETS, decode_steps=3, speculation="mtp:3"), without)
+    assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
-    assert llm.stats.drafts
 
 
 def test_what_is_refused(path, checkpoint, tmp_path):
@@ -101,30 +99,29 @@ def test_what_is_refused(path, checkpoint, tmp_path):
 
 
 def test_its_weights_are_counted(path):
-    """A layer like the last one, the projection and two norms more; and a cache of one layer of four."""
+    """A layer like the last one, the projection and two norms more; and a cache of one layer of three."""
     facts = explain(path, speculation="mtp:3").facts()
     sizes = [x["cache_bytes"]["float32"]["per_token"] for x in (facts["draft"], facts)]
-    assert 4 * sizes[0] == sizes[1]
+    assert MTP_LAYERS * sizes[0] == sizes[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [{"scan": True, "kv_cache_dtype": "int8"}, {"host_cache": "1MiB"}, {"prefill_devices": [1]}], ids=str
-)
-def test_kinds_of_engines(path, more):
-    jobs = JOBS[:4] + ALONE
-    expected = run(build_llm(path, BUCKETS, decode_steps=3, **more), jobs)
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", **more)
+def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, undrafted):
+    kinds, jobs = {"scan": True, "kv_cache_dtype": "int8"}, JOBS[1:4] + ALONE
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", host_cache="1MiB", **kinds)
     for _ in range(2):
-        assert_same(run(llm, jobs), expected)
+        assert_same(run(llm, jobs), run(undrafted(path, **kinds), jobs))
     assert llm.stats.accepted_drafts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp=2", "ep=2,tp=2", "cp=2"])
-def test_several_devices(path, parallel, without):
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", parallel=parallel)
-    assert_same(run(llm, ALONE), run(without, ALONE))
+@pytest.mark.parametrize(
+    "more", [{"prefill_devices": [1]}, {"parallel": "cp=2,tp=2"}, {"parallel": "ep=2,tp=2"}], ids=str
+)
+def test_several_devices(path, more, without):
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", **more)
+    for _ in range(2):
+        assert_same(run(llm, ALONE), run(without, ALONE))
     assert llm.stats.accepted_drafts
 
 
@@ -133,9 +130,3 @@ def test_several_devices(path, parallel, without):
 def test_other_families(family, tmp_path):
     path = make_target(tmp_path, family)
     assert_published(path, build_llm(path, BUCKETS, decode_steps=3))
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_the_warm_up(path, without, counts):
-    counts(3, 0, 1)
-    assert_nothing_compiles(lambda: build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3"), without)
