@@ -144,7 +144,6 @@ def test_each_row_has_its_adapter(llm, expected):
         ("llama", {"scan": True}),
         ("llama rslora", {}),
         pytest.param("gpt2", {}, marks=pytest.mark.slow),
-        pytest.param("minicpm3", {}, marks=pytest.mark.slow),
         pytest.param("minicpm3", {"scan": True}, marks=pytest.mark.slow),
     ],
 )

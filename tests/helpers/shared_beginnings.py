@@ -23,7 +23,7 @@ TRUNK = random_prompts([48], seed=50)[0]
 TAILS = random_prompts([30] * 6, seed=51)
 STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
 SAMPLED = SamplingParams(seed=5, top_p=0.9, ignore_eos=True)
-PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3, logprobs=2)
+PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3)
 
 # Keys and values, in int8 too; latents; layers that read the cache of another.
 PAGED = {
@@ -45,6 +45,11 @@ BESIDE = {
     "nemotron_h": {"scan": True},
     "kimi_linear": {},  # states beside latents
     "minimax": {},
+}
+# One layer of each kind of those that are not stacked.
+FEWER: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ("conv", "full_attention")},
+    "minimax": {"num_hidden_layers": 2, "layer_types": ("linear_attention", "full_attention")},
 }
 FAST = ("gpt_oss", "qwen3_5_text")
 BESIDE_KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
