@@ -51,8 +51,8 @@ def test_rows_and_what_is_wrong_with_them(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_files(cluster, model, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "replicas"), [("jsonl", 2), ("parquet", 1)])
+def test_files(cluster, model, tmp_path, kind, replicas):
     rows = [{"prompt": f"prompt {i}", "n": i} for i in range(6)]
     source = tmp_path / f"prompts.{kind}"
     if kind == "jsonl":
@@ -60,7 +60,7 @@ def test_files(cluster, model, tmp_path, kind):
     else:
         ray.data.from_items(rows).repartition(1).write_parquet(str(tmp_path / "made"))
         next((tmp_path / "made").glob("*.parquet")).rename(source)
-    BatchJob(model, PARAMS, replicas=2, rows=2, options=OPTIONS).run(str(source), str(tmp_path / "answers"))
+    BatchJob(model, PARAMS, replicas=replicas, rows=2, options=OPTIONS).run(str(source), str(tmp_path / "answers"))
     read = ray.data.read_json(str(tmp_path / "answers"), lines=True) if kind == "jsonl" else None
     answers = sorted((read or ray.data.read_parquet(str(tmp_path / "answers"))).take_all(), key=lambda row: row["n"])
     llm = LLM(model, progress=False, **OPTIONS)

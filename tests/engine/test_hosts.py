@@ -148,7 +148,6 @@ def test_two_processes(start, expected, model):
 @pytest.mark.parametrize(
     ("devices", "parallel", "scenario", "homes"),
     [
-        (1, "dp=2", "greedy", [[0], [1]]),
         (2, "tp=2,dp=2", "warm", [[0, 0], [1, 1]]),
         (2, "tp=4,rules=tp_sp", "greedy", [[0, 0, 1, 1]]),
     ],
@@ -179,14 +178,12 @@ def assert_lost(process: int, here: int, code: int, err: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_dies_while_decoding(killed, start):
+def test_the_first_process_dies_while_decoding(start):
     running = start(2, "tp=2", "endless")
     running.until("decoding")
-    running[killed].kill()
-    ended = running.wait()
-    code, _, err = ended[1 - killed]
-    assert_lost(killed, 1 - killed, code, err)
+    running[0].kill()
+    code, _, err = running.wait()[1]
+    assert_lost(0, 1, code, err)
 
 
 @pytest.mark.slow
@@ -344,15 +341,13 @@ def command(model, secret) -> Iterator[Callable[..., Processes]]:
 
 
 @pytest.mark.slow
-def test_command(command, model, tmp_path):
-    one = subprocess.run(
-        [*COMMAND, "generate", "--model", str(model), "a tale", "--max-tokens", "9", "--temperature", "0"],
-        capture_output=True,
-        check=True,
-    )
-    (code, out, err), (other, silent, quiet) = command("a tale", "--max-tokens", "9", "--temperature", "0").wait()
+def test_command(command, model):
+    words = ["a tale", "--max-tokens", "9", "--temperature", "0"]
+    one = CliRunner().invoke(app, ["generate", "--model", str(model), *words])
+    assert one.exit_code == 0
+    (code, out, err), (other, silent, quiet) = command(*words).wait()
     assert (code, other) == (0, 0), err + quiet
-    assert without_gloo(out) == one.stdout.decode()
+    assert without_gloo(out) == one.stdout
     assert (without_gloo(silent), quiet) == ("", "")
 
 

@@ -8,8 +8,6 @@ import functools
 import json
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +19,6 @@ from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
 from inferlib.deploy.explain import explain
 from inferlib.engine.engine import Engine
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
-from inferlib.ops import selected_pages
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
@@ -199,18 +196,8 @@ def test_plans_commands_and_artifacts_know_them():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
-def test_needles_are_found_in_a_third_of_the_cache(monkeypatch):
-    """Real weights: what the newest blocks alone do not have."""
-    right = {}
-    for name in ("quest", "newest"):
-        if name == "newest":
-            monkeypatch.setattr(selected_pages, "upper_bounds", newest_first)
-        llm = long_contexts.build("smollm2", 800, "quest:16:16", dtype="float32", scan=True)
-        right[name] = long_contexts.answers(llm, long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800))
-    assert right["quest"] >= 11
-    assert right["newest"] <= 4
-
-
-def newest_first(q: jax.Array, summaries: jax.Array) -> jax.Array:
-    """Bounds [B, C, K, m] by which the newest blocks are read."""
-    return jnp.broadcast_to(jnp.arange(summaries.shape[1], dtype=jnp.float32), (*q.shape[:3], summaries.shape[1]))
+def test_needles_are_found_in_a_third_of_the_cache():
+    """Real weights: one in three is in the newest blocks, which have the question's cells."""
+    llm = long_contexts.build("smollm2", 800, "quest:16:16", dtype="float32", scan=True)
+    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800)
+    assert long_contexts.answers(llm, asked) >= len(asked) - 1
