@@ -201,16 +201,12 @@ def test_an_llm_warms_up_sleeps_and_forgets(kind, handed, checkpoint):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("llama", {"parallel": "tp=2"}),
                 ("llama", {"parallel": "dp=2,tp=2"}),
                 ("llama", {"parallel": "dp=2,tp=2,rules=dp_attention"}),
-                ("llama", {"speculation": "ngram:3"}),
-                ("llama", {"kv_cache_dtype": "int8"}),
-                ("gpt_oss", {"parallel": "tp=2"}),
-                ("gpt_oss", {"parallel": "ep=2"}),
+                ("llama", {"speculation": "ngram:3", "kv_cache_dtype": "int8"}),
+                ("gpt_oss", {"parallel": "ep=2,tp=2"}),
                 ("gpt_oss", {"speculation": "ngram:3"}),
-                ("qwen3_5_text", {"parallel": "tp=2"}),
-                ("qwen3_5_text", {"parallel": "dp=2"}),
+                ("qwen3_5_text", {"parallel": "dp=2,tp=2"}),
             ]
         ),
     ],

@@ -29,9 +29,9 @@ PROMPTS = [*random_prompts([1, 127, 128, 129, 257], seed=2), [*SHARED, 3, 4, 5],
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama int8": {"scan": True, "kv_cache_dtype": "int8"},
     "llama pages": {"attention_pages": "quest:4:16", "speculation": "ngram:3"},
-    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((256,), (4,), (LENGTH,), tile=128)},
+    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((256,), (4,), (LENGTH,), tile=128)}
+    | {"scan": True, "kv_cache_dtype": "int8"},
     "gpt_oss": {},  # rings, and sinks
 }
 
