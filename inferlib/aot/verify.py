@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inferlib.aot.compile import CompileError, check_compiler, compile_programs
+from inferlib.aot.compile import CompileError, Compilers, check_compiler, compile_programs
 from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
@@ -123,7 +123,7 @@ def verify(
     done: Callable[[Option, Outcome], None] = lambda option, outcome: None,
     workers: int = 2,
 ) -> list[Check]:
-    """Compile the programs of some plans (see `candidates`) in child processes, `workers` plans at a time.
+    """Compile the programs of some plans (see `candidates`) of one target in `workers` child processes.
 
     If a plan's decode step does not compile, the result lacks its prefill.
     """
@@ -137,11 +137,14 @@ def verify(
                 Path(folder),
                 started=lambda key: started(option, key),
                 done=lambda outcome: done(option, outcome),
-                workers=1,
+                compilers=compilers,
             )
         return [_check(option, p) for p in Report.of(made, outcomes).programs]
 
-    with ThreadPoolExecutor(workers) as threads:
+    if not options:
+        return []
+    target = deployment(hf, options[0]).slice
+    with Compilers(target, workers) as compilers, ThreadPoolExecutor(workers) as threads:
         return [check for checks in threads.map(one, options) for check in checks]
 
 

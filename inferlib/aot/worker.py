@@ -1,11 +1,12 @@
 """A child process that compiles: `python -m inferlib.aot.worker`, driven by `inferlib.aot.compile`.
 
-It reads JSON lines from stdin, first a deployment and then jobs, and answers each with a line. A compiler that crashes
-takes only this process with it. No other process loads a TPU's compiler.
+It reads JSON lines from stdin, first a target and then jobs, each with its deployment, and answers each with a line.
+A compiler that crashes takes only this process with it. No other process loads a TPU's compiler.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -37,22 +38,21 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.start_functions import recorded
 from inferlib.sharding.mesh import Device
 from inferlib.sharding.shards import Shards
-from inferlib.targets import Target
+from inferlib.targets import Target, parse_target
 
 
 def _prepared(first: Mapping[str, Any]) -> Answer:
-    deployment = Deployment.from_json(first["deployment"])
-    target = deployment.slice
-
-    listings = first["listings"] and Path(first["listings"])
+    target, listings = parse_target(first["target"]), first["listings"] and Path(first["listings"])
 
     @cache
-    def shards() -> Shards:
-        return deployment.shards(_devices(target, deployment.parallel.devices))
+    def of(text: str) -> tuple[Deployment, Shards]:
+        deployment = Deployment.from_json(json.loads(text))
+        return deployment, deployment.shards(_devices(target, deployment.parallel.devices))
 
     def answer(job: Mapping[str, Any]) -> dict[str, Any]:
+        deployment, shards = of(json.dumps(job["deployment"]))
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
-        programs, path = deployment.program_set(shards(), layouts), Path(job["path"])
+        programs, path = deployment.program_set(shards, layouts), Path(job["path"])
         if job["key"] is None:
             return _compile_start(programs, job["model"], path)
         key = ProgramKey(**job["key"])

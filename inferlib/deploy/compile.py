@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from inferlib.aot.artifacts import ArtifactWriter
-from inferlib.aot.compile import check_compiler, compile_programs, file_name
+from inferlib.aot.compile import Compilers, check_compiler, compile_programs, file_name
 from inferlib.aot.neuron import script
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.config import (
@@ -278,7 +278,7 @@ def compile_deployment(
             reuse=writer.reuse if writer else lambda key, layouts: None,
             started=started,
             done=done,
-            workers=workers,
+            compilers=stack.enter_context(Compilers(deployment.slice, workers)),
         )
         result = CompileResult(name, Report.of(deployment, outcomes), writer and writer.folder)
         if writer is None or not result.complete:

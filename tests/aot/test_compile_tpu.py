@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from inferlib import Buckets, configs
 from inferlib.aot import compile
-from inferlib.aot.compile import compile_programs
+from inferlib.aot.compile import Compilers, compile_programs
 from inferlib.cli import app
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.models.quantization import Quantization
@@ -29,6 +30,7 @@ from inferlib.planning.plans import load_plan
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.memory import too_large
 from inferlib.sharding.mesh import Parallelism
+from inferlib.targets import Target
 from tests.helpers.tpu_models import EXPERTS, TINY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
@@ -93,13 +95,35 @@ def keys_of(made: Deployment) -> list:
 
 def report_of(made: Deployment, keys, priced: bool = False) -> Report:
     """priced: with the compiler's listings and what they say, which take longer than compilation."""
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        if not priced:
-            patch.setattr(compile, "PRICED", ())
-        # One after the other, in one process: a second one would load the compiler again.
-        outcomes, _ = compile_programs(made, keys, Path(folder), workers=1)
+    with TemporaryDirectory() as folder:
+        outcomes, _ = compile_programs(made, keys, Path(folder), compilers=compilers_of(made.slice, priced))
     assert [outcome.error for outcome in outcomes] == [""] * len(keys)
     return Report.of(made, outcomes)
+
+
+_compilers: dict[tuple[Target, bool], Compilers] = {}
+
+
+def compilers_of(target: Target, priced: bool) -> Compilers:
+    """One process, which tests of a target that follow one another share."""
+    if (target, priced) not in _compilers:
+        close_compilers()
+        with pytest.MonkeyPatch.context() as patch:
+            if not priced:
+                patch.setattr(compile, "PRICED", ())
+            _compilers[target, priced] = Compilers(target, 1)
+    return _compilers[target, priced]
+
+
+def close_compilers() -> None:
+    while _compilers:
+        _compilers.popitem()[1].close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def last_compilers() -> Iterator[None]:
+    yield
+    close_compilers()
 
 
 @pytest.mark.parametrize(("target", "parallel"), SLICES)
@@ -209,7 +233,7 @@ def test_the_compiler_is_never_loaded_here():
     """In a process where JAX itself has no reason to load it."""
     program = (
         "from tests.aot.test_compile_tpu import *; made = tiny('v5e-8', 'tp=8'); report_of(made, made.keys()[:1]); "
-        "print(Path('/proc/self/maps').read_text())"
+        "close_compilers(); print(Path('/proc/self/maps').read_text())"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -333,7 +357,7 @@ LAYERS = {"gemma3-27b-v6e-4": 6, "llama3-70b-int8-v5e-16": 2, "qwen3-32b-v6e-8":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", configs.plan_names())
+@pytest.mark.parametrize("name", sorted(configs.plan_names(), key=lambda name: load_plan(name).slice.name))
 def test_plans_compile(name):
     """What a program takes beside all the weights and the cache fits, too."""
     plan = load_plan(name)
