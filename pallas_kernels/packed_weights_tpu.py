@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax import lax
 from jax.experimental import pallas as pl
@@ -400,10 +401,10 @@ def permute(x_ref, xs_ref) -> None:
         take(whole * PERMUTED, rest)
 
 
-def _bytes(value: int) -> jax.Array:
-    """A word of four equal bytes."""
+def _bytes(value: int) -> np.int32:
+    """A word of four equal bytes. By NumPy: a kernel has thousands, and each is an operation to JAX."""
     word = value * 0x01010101
-    return jnp.int32(word - (1 << 32) if word >> 31 else word)
+    return np.int32(word - (1 << 32) if word >> 31 else word)
 
 
 def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
