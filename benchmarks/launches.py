@@ -30,6 +30,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
+from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import alone
@@ -72,8 +73,9 @@ def launches(
     on_gpu = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
     inputs = jax.tree.map(lambda x: on_gpu(x.shape, x.dtype), programs.inputs(key))
     step = jax.jit(build(programs.model, programs.plan, programs.config, key), donate_argnums=(1, 2))
+    told = compiler_options(abstract, config.platform, key.tokens)
     with jax.sharding.use_abstract_mesh(alone(gpu)):
-        compiled = step.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+        compiled = step.trace(*inputs).lower(lowering_platforms=("cuda",)).compile(told or None)
     return [i for i in Module(compiled.as_text() or "").entry.instructions.values() if i.op not in _FREE]
 
 

@@ -41,8 +41,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
-from inferlib.models.quantization import Quantization
-from inferlib.ops.quantized import SCHEMES
+from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.planning.costs import Deployed
 from inferlib.planning.simulator import engine_config, kind_of_step, serve, simulate
 from inferlib.planning.trace import Offer, Service, StepTotals, at_rate, percentiles, read_trace, usual_trace
@@ -163,7 +162,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tile", type=int, help="tokens of a tile")
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="within a run")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
-    parser.add_argument("--quantization", choices=SCHEMES)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--parallel", default="tp=1", help="such as tp=4")
     parser.add_argument("--compile-cache", default="none", help="a folder of compiled programs")
     parser.add_argument("--peer", choices=("vllm",), help="also serve with this peer")

@@ -100,6 +100,11 @@ class ProgramKey:
         """Tokens of decode rows in one step."""
         return self.rows * (1 + self.drafts)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step: of decode rows, and of chunks of prompts."""
+        return self.decoded + self.chunks * self.chunk
+
     def following(self, mode: Mode) -> ProgramKey:
         """The key of the program that chooses tokens from the logits of this one."""
         return replace(self, mode=mode, limit=0, detail="", part="choose")

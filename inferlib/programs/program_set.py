@@ -27,6 +27,7 @@ from inferlib.models.config import AttentionSpec
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
 from inferlib.programs.compaction import Compaction, Keys, compact_rows
+from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
     CHUNK_COLUMNS,
@@ -226,7 +227,8 @@ class ProgramSet:
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
         with explained(f"compiling '{key}'", self.demand):
-            program = self.lower(key).compile()
+            options = compiler_options(self.model, self.config.platform, key.tokens)
+            program = self.lower(key).compile(options or None)
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)

@@ -1,0 +1,46 @@
+"""What XLA is told for a program beyond its defaults."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferlib import configs
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.programs.compiler_options import compiler_options
+from inferlib.programs.program import ProgramKey
+
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def model(quantization: str | None, dtype: str = "bfloat16") -> AbstractModel:
+    config, scheme = (
+        config_from_hf(configs.load("smollm2-135m")),
+        Quantization.named(quantization) if quantization else None,
+    )
+    return abstract_model(config, dtype, quantization=scheme)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tokens", "options"),
+    [
+        (None, 31, {}),
+        (None, 32, BY_CUBLAS),
+        ("fp8_a8", 2048, {}),
+        ("fp8_a8", 4096, BY_CUBLAS),
+        ("int8", 8192, {}),
+        ("mxfp8_a8", 8192, {}),
+    ],
+)
+def test_products_of_many_rows_are_left_to_cublas(quantization, tokens, options):
+    assert compiler_options(model(quantization), "gpu", tokens) == options
+
+
+def test_other_programs_are_compiled_as_ever():
+    assert compiler_options(model(None), "tpu", 8192) == {}
+    assert compiler_options(model(None, "float32"), "gpu", 8192) == {}
+
+
+def test_a_step_has_the_tokens_of_rows_and_of_prompts():
+    assert ProgramKey("greedy", 64, 1024, chunks=16, chunk=32, drafts=1).tokens == 64 * 2 + 16 * 32
