@@ -18,6 +18,7 @@ from rich.table import Table
 from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels import mx_pack, simulator
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
+from inferlib.nki_kernels.expert_mlp import expert_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mla_decode import mla_decode
@@ -29,6 +30,8 @@ ENGINES = ("dma", "tensor", "vector", "scalar", "gpsimd")
 GROUP, SIZE = 4, 128
 # DeepSeek-V3's latents and rotary keys.
 RANK, ROTARY = 512, 64
+# Qwen3-30B-A3B: width and features of an expert.
+EXPERT = 2048, 768
 
 
 def decode(target: str, context: int, dtype: Any, page: int | None = None) -> tuple[simulator.Counters, int]:
@@ -111,6 +114,22 @@ def linear(target: str, tokens: int) -> list[tuple[str, simulator.Counters, int]
     return measured
 
 
+def experts(target: str, tokens: int, count: int, chosen: int, places: int) -> tuple[simulator.Counters, int]:
+    """(counters, bytes of the chosen experts' weights) of tokens that all choose the same of `count` experts; places:
+    the most that could be chosen."""
+    rng, (width, features) = np.random.default_rng(0), EXPERT
+    arrays: Any = [
+        rng.normal(size=shape, scale=0.02).astype(ml_dtypes.bfloat16)
+        for shape in ((tokens, width), (count, 2, width, features), (count, features, width))
+    ]
+    x, gate_up, down = arrays
+    factors: Any = np.zeros((tokens, count), np.float32)
+    factors[:, -chosen:] = 0.1
+    with simulator.session(target) as session:
+        jax.block_until_ready(expert_mlp(x, gate_up, down, factors, most=places, lnc=1))
+    return session.cores[0], (gate_up.nbytes + down.nbytes) // count * chosen
+
+
 def main() -> None:
     console = Console(width=None if Console().is_terminal else 130)
     attention = _table("Attention: bytes / live keys and values")
@@ -137,10 +156,13 @@ def main() -> None:
                 name = f"{target} {element}, {tokens} tokens"
                 _row(products, name, core, f"{core.hbm_bytes / floor:.4f}; {100 * useful:.1f} %")
     console.print(products)
-    layers = _table("The rest of a decode layer, Llama-3-8B on 8 cores, bfloat16: bytes / weights")
+    layers = _table("The rest of a decode layer, Llama-3-8B on 8 cores, bfloat16, and experts: bytes / weights")
     for target in TARGETS:
         for name, core, floor in linear(target, 8):
             _row(layers, f"{target} {name}, 8 tokens", core, f"{core.hbm_bytes / floor:.4f}")
+        # Of 128 experts, 8 tokens choose 52 of the 64 that they could by expectation, as 8 of 10.
+        core, floor = experts(target, 8, 12, 8, 10)
+        _row(layers, f"{target} 8 experts of Qwen3-30B-A3B, 8 tokens", core, f"{core.hbm_bytes / floor:.4f}")
     console.print(layers)
 
 

@@ -17,6 +17,7 @@ from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels import mx_pack
 from inferlib.nki_kernels.call import is_gen4
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
+from inferlib.nki_kernels.expert_mlp import expert_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mla_decode import mla_decode
@@ -297,11 +298,7 @@ class Linear:
             return worst(got, exact @ w.astype(np.float64), TOLERANCE[self.dtype])
         gate, up, down = matrix(self.width, self.outer), matrix(self.width, self.outer), matrix(self.outer, self.width)
         run = jax.jit(partial(rmsnorm_mlp, eps=1e-5, activation=self.activation, lnc=lnc))
-        opened = exact @ gate.astype(np.float64)
-        if self.activation == "silu":
-            opened = opened / (1 + np.exp(-opened))
-        else:
-            opened = 0.5 * opened * (1 + np.tanh(np.sqrt(2 / np.pi) * (opened + 0.044715 * opened**3)))
+        opened = activated(self.activation, exact @ gate.astype(np.float64))
         want = (opened * (exact @ up.astype(np.float64))) @ down.astype(np.float64)
         return worst(run(x, weight, gate, up, down), want, TOLERANCE[self.dtype])
 
@@ -336,6 +333,54 @@ class Router:
         best = np.exp(np.take_along_axis(scores, want, axis=1))
         total = best if self.renormalize else np.exp(scores)
         return worst(weights, best / total.sum(axis=1, keepdims=True), TOLERANCE["float32"])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """expert_mlp of tokens that each choose `chosen` of `experts`, the first token none of them; experts that no token
+    chose hold NaN, and so does that token."""
+
+    name: str
+    tokens: int
+    width: int
+    features: int
+    experts: int
+    chosen: int
+    dtype: str = "bfloat16"
+    activation: str = "silu"
+    scale_input: bool = False
+    only_gen4: ClassVar[bool] = False
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error in units of the tolerance, outputs being of unit scale."""
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        x = rng.normal(size=(self.tokens, self.width))
+        gate_up = rng.normal(size=(self.experts, 2, self.width, self.features)) / self.width**0.5
+        down = rng.normal(size=(self.experts, self.features, self.width)) / self.features**0.5
+        factors = np.zeros((self.tokens, self.experts), np.float32)
+        for token in range(1, self.tokens):
+            factors[token, rng.permutation(self.experts - 1)[: self.chosen]] = rng.uniform(0.1, 1, size=self.chosen)
+        unread = ~factors.any(axis=0)
+        gate_up[unread], down[unread], x[0] = np.nan, np.nan, np.nan
+        x, gate_up, down = (a.astype(dtype) for a in (x, gate_up, down))
+        static = dict(activation=self.activation, scale_input=self.scale_input, most=self.tokens * self.chosen, lnc=lnc)
+        got = jax.jit(partial(expert_mlp, **static))(x, gate_up, down, factors)
+        want = np.zeros(x.shape)
+        for token, expert in np.argwhere(factors):
+            factor, row = factors[token, expert], x[token].astype(np.float64)
+            row = row * factor if self.scale_input else row
+            gate, up = (row @ w for w in gate_up[expert].astype(np.float64))
+            y = activated(self.activation, gate) * up @ down[expert].astype(np.float64)
+            want[token] += y if self.scale_input else factor * y
+        return worst(got, want, TOLERANCE[self.dtype])
+
+
+def activated(name: str, x: np.ndarray) -> np.ndarray:
+    """silu or gelu_tanh."""
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def worst(got, want: np.ndarray, tolerance: float, floor: float = 1.0) -> float:
@@ -439,4 +484,12 @@ ROUTER = (
     Router("router, 8 of 128 with bias, over all", 5, 576, 128, 8, renormalize=False, bias=True),
     Router("router, one of 8, float32", 128, 90, 8, 1, dtype="float32", renormalize=False),
 )
-ALL = (*DECODE, *PREFILL, *LATENTS, *MX, *LINEAR, *ROUTER)
+EXPERTS = (
+    Experts("experts, 2 of 8", 4, 256, 128, 8, 2),
+    Experts("experts, all but one chosen, float32", 16, 96, 80, 5, 3, dtype="float32", activation="gelu_tanh"),
+    Experts("experts, weights of the input", 3, 192, 576, 6, 1, dtype="float32", scale_input=True),
+    Experts("experts, many tiles and columns", 2, 2304, 1152, 4, 2),
+    Experts("experts, no token chooses one", 1, 64, 64, 3, 1),
+    Experts("experts, 128 tokens", 128, 128, 64, 4, 1, dtype="float16"),
+)
+ALL = (*DECODE, *PREFILL, *LATENTS, *MX, *LINEAR, *ROUTER, *EXPERTS)

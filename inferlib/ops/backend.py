@@ -23,7 +23,7 @@ class Backend:
     qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # decode attention fused with what precedes it
     prefill_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the sort of its rows by group
-    expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # experts of decode-sized batches; "xla": grouped products
+    expert_mlp: Literal["xla", "pallas_tpu", "nki"] = "xla"  # experts of decode-sized batches; "xla": grouped products
     choose_experts: Literal["xla", "pallas_gpu"] = "xla"  # scores and top-k of decode-sized batches
     matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # products with weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sum + norm of decode-sized batches on one device
@@ -50,7 +50,7 @@ class Backend:
         cores: cores of a device. v4 and v5p have two: XLA multiplies on both, a kernel on one. generation: the TPU's,
         such as "v7x"."""
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
-            return Backend(decode_attention="nki", prefill_attention="nki")
+            return Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki")
         if platform == "tpu":
             kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
             kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)

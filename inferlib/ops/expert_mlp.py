@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ExpertWeights:
     """The weights gate_up [E, 2, D, F], down [E, F, D] and perhaps gate_up_bias [E, 2, F]; with `layer`, stacks [L,
-    ...] of which this layer is used."""
+    ...] of which this layer is used. activation (static): the gate's, by the name that the model's configuration gives
+    it, for kernels that have activations by name."""
 
     gate_up: Weight
     down: Weight
     gate_up_bias: jax.Array | None = None
     layer: jax.Array | None = None
+    activation: object = field(default=None, metadata={"static": True})
 
 
 # Up to so many tokens the kernel is faster than sorting them by expert.
@@ -45,7 +47,7 @@ def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, s
     tokens None: a number for which the kernel is faster. weights: arrays or their shapes. split_inputs: the mesh splits
     D.
     """
-    if backend != "pallas_tpu":
+    if backend not in ("pallas_tpu", "nki"):
         return Choice("xla")
     four = isinstance(weights.gate_up, PackedTensor) and weights.gate_up.bits == 4
     most = MOST_TOKENS_4_BIT if four else MOST_TOKENS
@@ -53,10 +55,24 @@ def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, s
         return Choice("xla", f"products of {tokens} tokens with an expert take longer than reading its weights")
     if split_inputs:
         return Choice("xla", "it cannot sum over devices, which split the model's width, before the activation")
-    return Choice.of(backend, _kernel_lacks(tokens or most, weights, dtype))
+    lacks = _nki_kernel_lacks if backend == "nki" else _tpu_kernel_lacks
+    return Choice.of(backend, lacks(tokens or most, weights, dtype))
 
 
-def _kernel_lacks(tokens: int, weights: ExpertWeights, dtype) -> str | None:
+def _nki_kernel_lacks(tokens: int, weights: ExpertWeights, dtype) -> str | None:
+    from inferlib.nki_kernels.expert_mlp import unsupported
+
+    if weights.gate_up_bias is not None:
+        return "it adds no biases"
+    arrays: Any = weights.gate_up, weights.down
+    if any(isinstance(w, QuantizedTensor | PackedTensor) for w in arrays):
+        return "it takes no quantised weights"
+    cut = int(weights.layer is not None)
+    gate_up, down = (jax.ShapeDtypeStruct(w.shape[cut:], w.dtype) for w in arrays)
+    return unsupported(tokens, gate_up, down, dtype, weights.activation)
+
+
+def _tpu_kernel_lacks(tokens: int, weights: ExpertWeights, dtype) -> str | None:
     from inferlib.pallas_kernels.expert_mlp_tpu import unsupported
     from inferlib.pallas_kernels.expert_weights_tpu import shape_of
 
@@ -88,19 +104,23 @@ def expert_mlp(
     *,
     scale_input: bool = False,
     read: float = 1.0,
+    most: int | None = None,
     backend: str = "xla",
 ) -> jax.Array:
     """x [T, D] -> [T, D], accumulated in float32.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
     not 0; scale_input: factors multiply x instead. factors [T, E] float32; rows of x with no factor may hold anything.
-    read (static): the expected share of experts with a factor, for the compiler's cost estimate. backend: "xla" takes
-    all tokens through all experts; "pallas_tpu" reads only experts that have a factor, and is interpreted on CPU.
+    read (static): the expected share of experts with a factor, for the compiler's cost estimate. most (static): no more
+    experts have one. backend: "xla" takes all tokens through all experts; "pallas_tpu", which is interpreted on CPU,
+    and "nki" for Trainium, whose program is as long as `most`, read only experts that have a factor.
     Raises ValueError for weights that the kernel does not take; see `choose`.
     """
     if backend == "pallas_tpu":
         static = dict(activation=activation, scale_input=scale_input, read=read)
         return _by_kernel(x, weights, factors, static)
+    if backend == "nki":
+        return _by_nki_kernel(x, weights, factors, scale_input, most)
     gate_up, down, gate_up_bias = weights.gate_up, weights.down, weights.gate_up_bias
     if isinstance(gate_up, PackedTensor) or isinstance(down, PackedTensor):
         raise ValueError("weights packed for the TPU kernel are read by pallas_tpu only, not by xla")
@@ -119,6 +139,20 @@ def expert_mlp(
         return total + jnp.where(factor != 0, y if scale_input else y * factor, 0)
 
     return lax.fori_loop(0, factors.shape[1], add, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+
+
+def _by_nki_kernel(
+    x: jax.Array, weights: ExpertWeights, factors: jax.Array, scale_input: bool, most: int | None
+) -> jax.Array:
+    from inferlib.nki_kernels import expert_mlp as nki
+
+    choice = choose(None, weights, x.dtype, "nki")
+    if choice.reason:
+        raise ValueError(f"the Trainium kernel does not run these experts: {choice.reason}")
+    arrays: Any = weights.gate_up, weights.down
+    gate_up, down = arrays if weights.layer is None else (w[weights.layer] for w in arrays)
+    static: dict[str, Any] = dict(activation=weights.activation, scale_input=scale_input, most=most)
+    return nki.expert_mlp(x, gate_up, down, factors, **static)
 
 
 def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static: dict) -> jax.Array:

@@ -94,7 +94,8 @@ def _experts(
     layer: Any = jax.ShapeDtypeStruct((), jnp.int32) if weights[0].axes[0] == axes.LAYERS else None
     options: dict[str, Any] = dict(backend=backend.grouped_matmul, stacked=layer is not None)
     products = [grouped_matmul.choose(rows, w, dtype, **options) for w in local.values()]
-    both = ExpertWeights(local["gate_up"], local["down"], layer=layer)
+    bias: Any = jax.ShapeDtypeStruct((), dtype) if spec.bias else None
+    both = ExpertWeights(local["gate_up"], local["down"], bias, layer, spec.activation)
     split = shards.size(axes.EMBED) > 1
     choices = {
         "grouped_matmul": next((choice for choice in products if choice.reason), products[0]),

@@ -223,7 +223,7 @@ class Experts(nnx.Module):
 
     def _weights(self, layer: jax.Array | None) -> ExpertWeights:
         bias = self.gate_up_bias[...] if self.spec.bias else None
-        return ExpertWeights(self.gate_up[...], self.down[...], bias, layer)
+        return ExpertWeights(self.gate_up[...], self.down[...], bias, layer, self.spec.activation)
 
     def _unsorted(
         self, x: jax.Array, ids: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
@@ -330,6 +330,7 @@ class Experts(nnx.Module):
             partial(gated, self.spec.activation),
             scale_input=self.spec.scale_input,
             read=self.spec.read_share(x.shape[0]),
+            most=min(count, ids.size),
             backend=ctx.backend.expert_mlp,
         )
         if not self.spec.bias:

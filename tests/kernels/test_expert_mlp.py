@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -70,7 +70,7 @@ class Case:
             expected[token] += y if self.scale_input else factor * y
         x[~factors.any(1)] = np.nan
         bias, layer = weights["bias"] if self.bias else None, jnp.int32(1) if self.stacked else None
-        experts = ExpertWeights(weights["gate_up"], weights["down"], bias, layer)
+        experts = ExpertWeights(weights["gate_up"], weights["down"], bias, layer, "silu")
         run = partial(run, activation=activation, scale_input=self.scale_input)
         got = jax.jit(run)(jnp.asarray(x, dtype), experts, jnp.asarray(factors, jnp.float32))
         assert got.dtype == dtype
@@ -103,6 +103,11 @@ WIDE = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(partial(expert_mlp, backend=backend), pack=backend == "pallas_tpu")
+
+
+@pytest.mark.parametrize("name", ["some", "none", "all", "scaled inputs"])
+def test_the_trainium_kernel_on_its_stand_in(name):
+    CASES[name].check(partial(expert_mlp, backend="nki"))
 
 
 @pytest.mark.parametrize(
@@ -175,3 +180,24 @@ def test_the_choice_says_why_it_is_xlas():
     assert "with gates" in lacks(halves=1)
     assert "split the model's width" in lacks(split_inputs=True)
     assert choose(None, None, jnp.bfloat16, "xla") == Choice("xla")
+
+
+def test_what_trainium_cannot_run_is_refused_with_the_reason():
+    def lacks(tokens=None, scheme=None, bias=None, activation="silu", **options):
+        gate_up, down = jnp.ones((2, 2, 64, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
+        if scheme is not None:
+            gate_up, down = quantized(gate_up, (2,), SCHEMES[scheme]), quantized(down, (1,), SCHEMES[scheme])
+        weights = ExpertWeights(gate_up, down, bias, activation=activation)
+        return choose(tokens, weights, jnp.bfloat16, "nki", **options).reason
+
+    assert not lacks()
+    assert not lacks(128)
+    assert "129 tokens" in lacks(129)
+    assert "no quantised weights" in lacks(scheme="int8")
+    assert "no biases" in lacks(bias=jnp.ones((2, 2, 64)))
+    assert "no activation relu2" in lacks(activation="relu2")
+    assert "split the model's width" in lacks(split_inputs=True)
+    with pytest.raises(ValueError, match="no activation None"):
+        Case(((0,),)).check(
+            lambda x, w, f, **rest: expert_mlp(x, replace(w, activation=None), f, backend="nki", **rest)
+        )

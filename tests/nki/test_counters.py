@@ -37,6 +37,16 @@ def test_decode_over_latents_reads_them_once_for_all_queries(target):
     assert core.busy_us["tensor"] < 3.1 * alone.busy_us["tensor"]
 
 
+@pytest.mark.parametrize("target", benchmark.TARGETS)
+def test_chosen_experts_are_read_once_and_no_others(target):
+    """Two tokens choose the same 2 of 3 experts. Where all places are taken, reading weights hides the rest."""
+    core, chosen = benchmark.experts(target, 2, 3, 2, 3)
+    assert chosen <= core.hbm_read <= core.hbm_bytes <= 1.01 * chosen
+    assert 2 * core.psum_peak <= 8
+    core, _ = benchmark.experts(target, 2, 3, 2, 2)
+    assert max(us for engine, us in core.busy_us.items() if engine != "dma") < core.busy_us["dma"]
+
+
 def test_pages_without_live_slots_are_not_read():
     """One row of 1000 positions with a table for 8192: whole runs of 16 slots are read, of keys and of values."""
     cache = np.ones((512, 1, 16, 128), ml_dtypes.bfloat16)

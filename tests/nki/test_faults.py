@@ -1,7 +1,7 @@
 """Planted faults: each is refused, and the message names the rule that was broken.
 
-Small kernels break one rule each; `MUTANTS` and `LATENT_MUTANTS` are the source of flash_decode and of mla_decode
-with one line changed.
+Small kernels break one rule each; `MUTANTS`, `LATENT_MUTANTS` and `EXPERT_MUTANTS` are the source of flash_decode,
+of mla_decode and of expert_mlp with one line changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache
-from inferlib.nki_kernels import flash_decode, mla_decode, simulator
+from inferlib.nki_kernels import expert_mlp, flash_decode, mla_decode, simulator
 
 FAULTS = {}
 
@@ -465,6 +465,25 @@ LATENT_MUTANTS = {
 }  # fmt: skip
 
 
+# The same of expert_mlp.
+EXPERT_MUTANTS = {
+    "skipping forgotten": ("oob_mode=nisa.oob_mode.skip", "oob_mode=nisa.oob_mode.error", "out-of-bounds"),
+    "buffers not cleared": ("        nisa.memset(dst=tile.view(nl.int32), value=0, engine=nisa.engine.gpsimd)\n", "",
+                            "unwritten"),
+    "sums not cleared": ("    nisa.memset(dst=sums, value=0.0)\n", "", "unwritten"),
+    "rows of one tile": ("pattern=[[rows.shape[1], lanes]", "pattern=[[width, lanes]", "access-pattern"),
+    "rows found in float32": ("rows = nl.ndarray((lanes, n), dtype=nl.int32",
+                              "rows = nl.ndarray((lanes, n), dtype=nl.float32", "dtype"),
+    "rows of all places": ("vector_offset=index", "vector_offset=index.broadcast(1, 2)", "shape"),
+    "counts in float32": ("counts = nl.ndarray((tokens, n), dtype=nl.uint8",
+                          "counts = nl.ndarray((tokens, n), dtype=nl.float32", "dtype"),
+    "accumulating from the first tile": ("accumulate=tile + i > 0", "accumulate=True", "accumulate"),
+    "hidden in float32": ("hidden = nl.ndarray((tokens, features), dtype=turned.dtype",
+                          "hidden = nl.ndarray((tokens, features), dtype=nl.float32", "fp32-pair"),
+    "sums of the wrong columns": ("operand1=sums[:, start:stop]", "operand1=sums[:, 0:1]", "shape"),
+}  # fmt: skip
+
+
 def load_mutant(module, tmp_path, old, new):
     source = inspect.getsource(module)
     assert source.count(old) >= 1, f"{module.__name__} has no {old!r}"
@@ -521,6 +540,29 @@ def test_a_mutant_of_mla_decode_is_refused_by_name(name, tmp_path):
     mutant = load_mutant(mla_decode, tmp_path, old, new)
     with simulator.session("trn2"), pytest.raises(simulator.RuleError, match=rf"\[{rule}\]"):
         launch_latents(mutant)
+
+
+def launch_experts(kernel):
+    """An empty place and two of three experts, for four tokens."""
+    x, places = np.ones((4, 256), ml_dtypes.bfloat16), np.array([3, 0, 2], np.int32)
+    gate_up, down = np.full((3, 2, 256, 32), 1 / 256, ml_dtypes.bfloat16), np.ones((3, 32, 256), ml_dtypes.bfloat16)
+    columns = np.ones((3, 4, 3), np.float32)
+    columns[1:, :, 0] = 0
+    return kernel(x, gate_up, down, places, columns, act="silu")
+
+
+def test_the_expert_kernel_that_is_mutated_runs():
+    with simulator.session("trn2"):
+        (y,) = launch_experts(expert_mlp.kernel)
+    np.testing.assert_allclose(y.astype(np.float32), 2 * 32 / (1 + np.exp(-1)), rtol=0.01)
+
+
+@pytest.mark.parametrize("name", EXPERT_MUTANTS)
+def test_a_mutant_of_expert_mlp_is_refused_by_name(name, tmp_path):
+    old, new, rule = EXPERT_MUTANTS[name]
+    mutant = load_mutant(expert_mlp, tmp_path, old, new)
+    with simulator.session("trn2"), pytest.raises(simulator.RuleError, match=rf"\[{rule}\]"):
+        launch_experts(mutant)
 
 
 def test_a_dtype_that_the_generation_lacks_is_refused_before_launch():

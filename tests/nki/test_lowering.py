@@ -26,8 +26,8 @@ ARCHITECTURES = {
 KEY = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 
 
-def lowered(family: str, backend: Backend, **overrides) -> Module:
-    options = {k: v for k, v in {**SIZES, **FAMILIES[family], **overrides}.items() if v is not None or k != "head_dim"}
+def lowered(family: str, backend: Backend) -> Module:
+    options = {k: v for k, v in {**SIZES, **FAMILIES[family]}.items() if v is not None or k != "head_dim"}
     hf = AutoConfig.for_model(family, **options).to_dict()
     hf["architectures"] = [ARCHITECTURES[family]]
     config = EngineConfig.make("neuron", 4, 64, Buckets((16,), (1, 4), (32, 64)))
@@ -37,11 +37,10 @@ def lowered(family: str, backend: Backend, **overrides) -> Module:
     return Module(programs.lower(KEY, "neuron").compiler_ir("hlo").get_hlo_module().to_string())
 
 
-def test_each_layer_with_latents_has_its_kernel():
+def test_latents_and_experts_have_their_kernels_in_steps_of_few_tokens():
     layers = SIZES["num_hidden_layers"]
-    backend = Backend(decode_attention="nki", prefill_attention="nki")
-    module = lowered("deepseek_v3", backend, first_k_dense_replace=layers)
-    assert nki_kernels(module) == {"mla_decode": layers}
+    module = lowered("deepseek_v3", Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki"))
+    assert nki_kernels(module) == {"mla_decode": layers, "expert_mlp": layers - 1}
     assert [str(finding) for finding in lint(module)] == []
 
 

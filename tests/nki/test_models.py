@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from inferlib import Buckets, SamplingParams
-from inferlib.nki_kernels import simulator
+from inferlib.nki_kernels import mla_decode, simulator
 from inferlib.ops.backend import Backend
 from tests.helpers.llms import assert_greedy, build_llm, random_prompts
 from tests.helpers.oracle import make_checkpoint
 from tests.helpers.tokenizer import write_tokenizer
 
-NKI = Backend(decode_attention="nki", prefill_attention="nki")
+NKI = Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki")
 FAMILIES = [
     pytest.param("llama", {"num_hidden_layers": 1}),
     pytest.param("deepseek_v3", {"num_hidden_layers": 2}),
+    pytest.param("qwen3_moe", {"num_hidden_layers": 1}),
     pytest.param("qwen3", {"num_hidden_layers": 1}, marks=pytest.mark.slow),
     pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
     # A sliding window, whose ring wraps, and a softcap.
@@ -31,8 +32,30 @@ def test_generates_what_transformers_does(family, overrides, tmp_path):
     with simulator.session("trn2") as session:
         llm = build_llm(path, buckets, backend=NKI, decode_steps=2)
         outputs = llm.generate(prompts, params)
-    # Two prompts in chunks of 16, whose attention to latents is XLA's, and eleven steps of both: a launch a layer each.
-    assert session.launches >= (2 * 11 if family == "deepseek_v3" else 3 + 11)
+    # Two prompts in chunks of 16, and eleven steps of both: a launch for each layer's attention, and one for its
+    # experts. Chunks attend to latents in XLA.
+    experts = 3 + 11 if family in ("deepseek_v3", "qwen3_moe") else 0
+    assert session.launches >= (2 * 11 if family == "deepseek_v3" else 3 + 11) + experts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(path, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.slow
+def test_drafts_are_verified_over_latents_by_the_kernel(tmp_path, monkeypatch):
+    kernel, tokens = mla_decode.mla_decode, set()
+
+    def recorded(q, *rest):
+        tokens.add(q.shape[1])
+        return kernel(q, *rest)
+
+    monkeypatch.setattr(mla_decode, "mla_decode", recorded)
+    path = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    write_tokenizer(path)
+    buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
+    prompts, params = [[5, 6, 7] * 4, [9, 8] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with simulator.session("trn2"):
+        outputs = build_llm(path, buckets, backend=NKI, speculation="ngram:3").generate(prompts, params)
+    assert 4 in tokens
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(path, prompt, output.outputs[0].token_ids)
 

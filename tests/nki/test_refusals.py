@@ -8,6 +8,7 @@ import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache, LatentCache
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
+from inferlib.nki_kernels.expert_mlp import expert_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mla_decode import mla_decode
@@ -123,6 +124,27 @@ def test_norm_and_projection(tokens, width, weight, reason):
     x, w = jnp.zeros((tokens, width), jnp.bfloat16), jnp.zeros((width, 8), jnp.bfloat16)
     with pytest.raises(ValueError, match=reason):
         rmsnorm_matmul(x, jnp.zeros((width,), weight), w, eps=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(tokens=129), "129 tokens exceed 128"),
+        (dict(halves=1), "experts with gates"),
+        (dict(activation="relu2"), "no activation relu2"),
+        (dict(dtype=jnp.float32), "all alike"),
+        (dict(features=131), "lanes would be empty"),
+        (dict(features=33), "odd sizes"),
+    ],
+)
+def test_experts(options, reason):
+    size = dict(tokens=2, halves=2, features=64, activation="silu", dtype=jnp.bfloat16) | options
+    x, factors = jnp.zeros((size["tokens"], 64), jnp.bfloat16), jnp.zeros((size["tokens"], 2))
+    gate_up = jnp.zeros((2, size["halves"], 64, size["features"]), size["dtype"])
+    with pytest.raises(ValueError, match=reason):
+        expert_mlp(
+            x, gate_up, jnp.zeros((2, size["features"], 64), size["dtype"]), factors, activation=size["activation"]
+        )
 
 
 def test_feed_forward():
