@@ -97,5 +97,5 @@ def test_numbers_below_their_least_are_errors(model):
 
 @pytest.mark.slow
 def test_a_small_model_finds_what_a_context_says():
-    (score,) = evaluate_tasks("smollm2", ("needles",), count=3, context=160, progress=False).scores
+    (score,) = evaluate_tasks("smollm2", ("needles",), count=3, context=160, progress=False, scan=True).scores
     assert score.right.value > 0.6
