@@ -256,7 +256,7 @@ def tiny_model(folder: Path) -> LLM:
         "progress": False,
     }
     options |= {"adapters": {name: folder / name for name in ADAPTERS}, "max_adapters": 2}
-    buckets = Buckets(prefill=(16, 64), batch=(4, 16), cache=(128,))
+    buckets = Buckets(prefill=(32,), batch=(4, 16), cache=(128,))
     llm = LLM(str(model), buckets=buckets, **options)
     llm.warmup(("greedy", "sample", "logprobs", "processed"))
     return llm
