@@ -42,6 +42,11 @@ class Trained:
         self.outputs = jax.jit(self.target.outputs)(self.target_weights, TOKENS, self.ids)
         self.embeddings = self.target.embeddings(self.target_weights, jnp.asarray(TOKENS))
 
+    def logits(self) -> list[np.ndarray]:
+        """Of each pass over the rows."""
+        over = jax.jit(lambda *arrays: list(self.passes.over(*arrays, PASSES)))
+        return [np.asarray(x) for x in over(self.weights, self.outputs.features, self.embeddings)]
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
@@ -67,6 +72,7 @@ def drafted(trained: Trained, row: int, position: int) -> np.ndarray:
     module, zero = head.merge(trained.weights), jnp.zeros(1, jnp.int32)
     table = trained.target.model.merge(trained.target_weights).embed[...]
 
+    @jax.jit
     def run(cache, batch, hidden):
         ctx = StepContext(batch, head.config.model, plan.max_len)
         embeddings = module.embedding(batch.tokens, table, ctx.shards)
@@ -88,8 +94,7 @@ def drafted(trained: Trained, row: int, position: int) -> np.ndarray:
     ("row", "position"), [pytest.param(0, 0, marks=pytest.mark.slow), (1, 4), (2, LENGTH - PASSES - 1)]
 )
 def test_passes_equal_drafting_a_token_at_a_time(trained, row, position):
-    passes = trained.passes.over(trained.weights, trained.outputs.features, trained.embeddings, PASSES)
-    logits = np.stack([np.asarray(x)[row, position] for x in passes])
+    logits = np.stack([x[row, position] for x in trained.logits()])
     expected = drafted(trained, row, position)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * expected.std())
 
@@ -101,14 +106,14 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 def test_the_loss_is_cross_entropy_with_what_the_target_says(trained):
     """Written down with loops. Half of the chains begin with the right draft, so that some stand."""
-    passes = trained.passes.over(trained.weights, trained.outputs.features, trained.embeddings, PASSES)
-    logits = [np.asarray(x, np.float64) for x in passes]
+    logits = [x.astype(np.float64) for x in trained.logits()]
     best = np.array(trained.outputs.best)
     for row in range(ROWS):
         for t in range(0, LENGTH - 1, 2):
             best[row, t + 1] = logits[0][row, t].argmax()
     outputs = TargetOutput(trained.outputs.features, trained.outputs.logits, jnp.asarray(best))
-    total, metrics = TrainingTimeTest(trained.passes, PASSES, 0.7).loss(trained.weights, outputs, trained.embeddings)
+    loss = jax.jit(TrainingTimeTest(trained.passes, PASSES, 0.7).loss)
+    total, metrics = loss(trained.weights, outputs, trained.embeddings)
     likely, expected, standing = softmax(np.asarray(outputs.logits, np.float64)), 0.0, 0.0
     stands = np.ones((ROWS, LENGTH), bool)
     for number in range(PASSES):
@@ -141,6 +146,7 @@ def test_what_is_behind_a_row_changes_nothing(trained):
         weights = (*trained.weights[:at], fc, *trained.weights[at + 1 :])
         return test.loss(weights, outputs, trained.embeddings)
 
-    clean, dirty = (jax.value_and_grad(loss, has_aux=True)(trained.weights[at], x) for x in (trained.outputs, garbage))
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    clean, dirty = (gradient(trained.weights[at], x) for x in (trained.outputs, garbage))
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
     assert np.abs(clean[1]).max() > 0
