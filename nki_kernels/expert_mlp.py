@@ -1,6 +1,6 @@
 """The feed-forwards of the experts that few tokens choose, on Trainium: the weights of a chosen expert are read once.
 
-All tokens go through every chosen expert, which costs nothing beside reading its weights; its outputs count for the
+All tokens go through every chosen expert, which takes less time than reading its weights; its outputs count for the
 tokens that chose it. The list of chosen experts has a static length. The weights of a place that is not filled are not
 read: their rows lie out of bounds, and the transfer skips them.
 """
