@@ -121,7 +121,7 @@ class Tiers(PageSource):
         for pages in self.transfer.batches(evicted):
             self._transit.make_room(self.transfer.call_bytes)
             blocks = self.transfer.read(cache, pages)
-            saving = self._bring(blocks, [evicted[page] for page in pages], partial(self.transfer.cut, blocks, pages))
+            saving = self._bring([evicted[page] for page in pages], partial(self.transfer.cut, blocks, pages))
             self._transit.add_future(self.transfer.call_bytes, saving)
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -173,10 +173,8 @@ class Tiers(PageSource):
     def _on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk
 
-    def _bring(self, blocks: Items[jax.Array], keys: list[bytes], cut: Callable[[], list[Page]]) -> Future:
-        """Begin to bring to the host what was read. cut: makes a content for each key of the blocks."""
-        for block in blocks:
-            block.copy_to_host_async()
+    def _bring(self, keys: list[bytes], cut: Callable[[], list[Page]]) -> Future:
+        """Begin to bring to the host what was read. cut: makes a content for each key."""
         future = self._saver.submit(self._save, keys, cut)
         self._saving.update((key, future) for key in keys)
         future.add_done_callback(partial(self._saved, keys))
@@ -194,7 +192,7 @@ class Tiers(PageSource):
             assert self.places is not None
             self._transit.make_room(self.places.read_bytes)
             blocks = self.places.read(cache, snapshots, place)
-            saving = self._bring(blocks, [key], partial(self.places.cut, blocks, place))
+            saving = self._bring([key], partial(self.places.cut, blocks, place))
             self._transit.add_future(self.places.read_bytes, saving)
 
     def _with_rows(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
