@@ -27,8 +27,8 @@ def model(quantization: str | None, dtype: str = "bfloat16") -> AbstractModel:
     [
         (None, 31, {}),
         (None, 32, BY_CUBLAS),
-        ("fp8_a8", 2048, {}),
-        ("fp8_a8", 4096, BY_CUBLAS),
+        ("fp8_a8", 255, {}),
+        ("fp8_a8", 256, BY_CUBLAS),
         ("int8", 8192, {}),
         ("mxfp8_a8", 8192, {}),
     ],
