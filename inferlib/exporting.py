@@ -22,8 +22,8 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
     """Write a quantised model to the directory `out` as compressed-tensors files, which transformers and vLLM load.
 
     model: a directory that `calibrate`, or `convert` with a quantization, wrote: of int4, int8, int8_a8, fp8 or fp8_a8,
-    without experts, branches of low rank and inputs that are rotated while the model runs. The head is written whole.
-    `LLM(out)` loads the result, too. Returns the bytes of weights.
+    without branches of low rank and inputs that are rotated while the model runs, and of experts only those that files
+    have one by one. The head is written whole. `LLM(out)` loads the result, too. Returns the bytes of weights.
 
     `out` appears once everything is written. Raises CheckpointError or ConfigurationError before anything is written,
     and OSError if the writing fails, which leaves nothing behind.
@@ -41,7 +41,8 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
             f"{files.path / 'config.json'} has no model_type, by which other libraries know the model: add it"
         )
     stored = stored_model(files.config, source.dtype.name, source.quantization)
-    must_fit(stored)
+    items = load_items(family_of(files.hf), stored)
+    must_fit(stored, items)
     blocks = (None, *range(len(files.config.layers)))
     with (
         output_directory(out, stored.nbytes) as directory,
@@ -50,7 +51,7 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
         files.save_description(directory)
         if (files.path / CALIBRATION).exists():
             shutil.copyfile(files.path / CALIBRATION, directory / CALIBRATION)
-        writer = Writer(directory, stored, load_items(family_of(files.hf), stored))
+        writer = Writer(directory, stored, items)
         for block in blocks:
             weights = [weight for weight in stored.weights if weight.block == block]
             arrays = read_layer(files.path, weights)

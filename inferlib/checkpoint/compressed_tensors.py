@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.checkpoint.assemble import LoadItem
+from inferlib.checkpoint.experts import of_expert
 from inferlib.checkpoint.safetensors import write_safetensors
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.ops.quantized import Scheme
-from inferlib.sharding import axes
 
 _SCHEMES = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8)}
 
@@ -55,8 +55,14 @@ class Numbers:
         return Numbers(values.reshape(weight.shape), spread.reshape(weight.shape))
 
 
-def must_fit(model: AbstractModel) -> None:
-    """Raise ConfigurationError if a model's weights have no form among compressed-tensors."""
+def must_fit(model: AbstractModel, items: Sequence[LoadItem]) -> None:
+    """Raise ConfigurationError if a model's weights have no form among compressed-tensors. items: see `Writer`."""
+    for item in items:
+        if item.arrange is None and len(item.pieces[0][0].shape) > 2:
+            raise ConfigurationError(
+                f"{item.pieces[0][0].tensor} has all experts of a layer, and compressed-tensors files have each alone: "
+                "use the directory with inferlib"
+            )
     quantized = [weight for weight in model.weights if weight.scheme]
     for weight in quantized:
         scheme = weight.scheme
@@ -65,10 +71,6 @@ def must_fit(model: AbstractModel) -> None:
         if scheme.values not in _SCHEMES or scheme.scales == "float8_e8m0fnu" or in_groups:
             raise ConfigurationError(
                 "compressed-tensors files have int4, int8, int8_a8, fp8 and fp8_a8: quantise to one of these"
-            )
-        if axes.EXPERTS in weight.axes:
-            raise ConfigurationError(
-                "experts are not written as compressed-tensors: use the directory with inferlib alone"
             )
         if weight.rank or scheme.rotation:
             raise ConfigurationError(
@@ -178,7 +180,9 @@ def _taken_apart(weights: Iterable[tuple[LoadItem, Numbers]]) -> Iterator[tuple[
     made: dict[str, list[tuple[np.ndarray, Numbers]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for item, numbers in weights:
-        assert item.arrange is not None  # only experts have none
+        if item.arrange is None:
+            yield from _experts(item, numbers)
+            continue
         # Where each element came from: the pieces' elements are numbered, and laid out as the elements were.
         starts, counted = [0], []
         for piece in item.pieces[0]:
@@ -200,6 +204,18 @@ def _taken_apart(weights: Iterable[tuple[LoadItem, Numbers]]) -> Iterator[tuple[
             shapes[piece.tensor] = piece.stored
     for name, parts in made.items():
         yield name, _together(name, shapes[name], parts)
+
+
+def _experts(item: LoadItem, numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
+    """The tensors of each expert, [out, in] or [out]. numbers: [E, 2, D, F], [E, F, D], or of biases."""
+    pieces, count = item.pieces[0], len(numbers.values)
+    for expert in range(count):
+        tensors = of_expert(pieces, expert, count)
+        for half, piece in enumerate(tensors):
+            at = (expert, half) if item.weight.part.removesuffix("_bias").endswith("gate_up") else (expert,)
+            values, scales = (None if x is None else x[at].T for x in (numbers.values, numbers.scales))
+            assert values is not None
+            yield piece.tensor, Numbers(values, scales)
 
 
 def _together(name: str, shape: tuple[int, ...], parts: Sequence[tuple[np.ndarray, Numbers]]) -> Numbers:

@@ -180,7 +180,12 @@ def _of_expert(pieces: Sequence[Piece], kind: str, spec: MoeSpec, expert: int) -
     """The pieces of one expert: its tensors, or its row of a fused tensor."""
     if len(pieces[0].shape) > len(_DIMENSIONS[kind]):
         return [replace(pieces[0], rows=(expert, expert + 1))]
-    count = len(pieces) // spec.experts
+    return of_expert(pieces, expert, spec.experts)
+
+
+def of_expert(pieces: Sequence[Piece], expert: int, experts: int) -> Sequence[Piece]:
+    """The pieces of one of the experts, which have tensors of their own."""
+    count = len(pieces) // experts
     return pieces[expert * count : (expert + 1) * count]
 
 

@@ -69,6 +69,8 @@ CASES = [
     pytest.param("int4", "gptq", "qwen3", {}, marks=pytest.mark.slow),
     pytest.param("int4_g32", "gptq", "llama", {}, marks=pytest.mark.slow),
     ("int4", "gptq", "phi3", {"pad_token_id": 0}),
+    ("int4", "gptq", "qwen3_moe", {"moe_intermediate_size": 32}),
+    pytest.param("int8", "nearest", "mixtral", {}, marks=pytest.mark.slow),
 ]
 
 
@@ -119,7 +121,7 @@ def test_it_is_the_model_of_the_other_format(model, tmp_path):
         ("llama", "mxfp4", "gptq", "int4, int8, int8_a8, fp8 and fp8_a8"),
         ("llama", "int4", "gptq+lowrank:4", "without lowrank"),
         ("llama", "int8", "hadamard+gptq", "hadamard:merged instead of hadamard"),
-        ("mixtral", "int4", "gptq", "experts are not written"),
+        ("gpt_oss", "int8", "nearest", "has all experts of a layer"),
     ],
 )
 def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path, family, scheme, method, words):
