@@ -535,7 +535,7 @@ class _Maker:
     @cached_property
     def _traced_advance(self) -> Callable:
         """`advance`, which is traced once for all positions."""
-        return jax.jit(self.advance, inline=True)
+        return jax.jit(self.advance)
 
     def advance_at(self, rows: RowState, logits: jax.Array, drafts: jax.Array) -> Advance:
         """How `accepted` advances the rows at each position of logits [B, C, V]."""
@@ -631,7 +631,7 @@ class _Maker:
     ) -> tuple[tuple, RowState, _Step]:
         """The cache, the rows and the output after several steps."""
         key, begun = self.key, rows
-        step = jax.jit(step, inline=True)  # traced once, for the shapes and for the loop
+        step = jax.jit(step)  # traced once, for the shapes and for the loop
         *_, shapes = jax.eval_shape(step, cache, rows, mailboxes)
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes._replace(sampled=None))
         lead, skipped = (key.most, key.rows), 1 if shapes.tally is None else 2

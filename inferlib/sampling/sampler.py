@@ -174,7 +174,7 @@ def unpack(ints: jax.Array, floats: jax.Array) -> RowParams:
     )
 
 
-@partial(jax.jit, static_argnames=("mode", "vocabulary"), inline=True)  # traced once for all programs of equal shapes
+@partial(jax.jit, static_argnames=("mode", "vocabulary"))  # traced once for all programs of equal shapes
 def sample(
     logits: jax.Array,
     params: RowParams | None,
