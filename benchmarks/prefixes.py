@@ -99,6 +99,13 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def shape_of(name: str, dtype: str) -> AbstractModel:
+    """The model of a shape in configs/, for this machine's devices."""
+    config = config_from_hf(configs.load(name))
+    usual = EngineConfig.make(DeviceKind.of(jax.devices()[0]), 8, 1024, None, None, config)
+    return abstract_model(config, dtype, backend=usual.backend, scan=usual.scan)
+
+
 def run_config(args: argparse.Namespace, model: AbstractModel, **options) -> EngineConfig:
     """For the most rows and the longest prompt, with the default memory of the cache."""
     rows = max(args.groups * MEMBERS, args.rows)
@@ -115,17 +122,16 @@ def run_config(args: argparse.Namespace, model: AbstractModel, **options) -> Eng
 def main() -> None:
     args = arguments()
     prepare_jax()
-    config = config_from_hf(configs.load(args.config))
-    usual = EngineConfig.make(DeviceKind.of(jax.devices()[0]), 8, 1024, None, None, config)
-    model = abstract_model(config, args.dtype, quantization=None, backend=usual.backend, scan=usual.scan)
+    model = shape_of(args.config, args.dtype)
     weights = model.random_weights()
     columns: dict[str, dict[str, float]] = {}
     for name in [list(COLUMNS)[int(i)] for i in args.columns.split(",")]:
         run = run_config(args, model, **COLUMNS[name])
         engine = Engine(model, weights, run, programs=ProgramSet.make(model, run, None))
         engine.warmup(("greedy",))
-        bench = Bench(engine, config.vocab)
-        bench.seconds([bench.tokens(1900)] + [bench.tokens(500) for _ in range(args.rows - 1)], 8)
+        bench = Bench(engine, model.config.vocab)
+        sizes = [1900] + [500] * (args.rows - 1)
+        bench.seconds([bench.tokens(min(size, run.max_len - 8)) for size in sizes], 8)
         columns[name] = dict(bench.results(args)) | {"programs compiled after warm-up": bench.compilations}
         engine.cache = engine.state = ()  # type: ignore[assignment]
     device = jax.devices()[0].device_kind

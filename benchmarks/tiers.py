@@ -20,6 +20,7 @@ from typing import cast
 
 import jax
 import numpy as np
+from prefixes import shape_of
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +32,7 @@ from inferlib.engine.fetch import SourceName
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.sequence import Sequence
 from inferlib.engine.tiers import Tiers
-from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.families import config_from_hf
+from inferlib.models.abstract import AbstractModel
 from inferlib.platforms import prepare_jax
 from inferlib.programs.counter import compilations
 from inferlib.programs.program_set import ProgramSet
@@ -129,9 +129,7 @@ def engine_config(args: argparse.Namespace, model: AbstractModel, folder: str | 
 def main() -> None:
     args = arguments()
     prepare_jax()
-    config = config_from_hf(configs.load(args.config))
-    usual = EngineConfig.make(DeviceKind.of(jax.devices()[0]), 8, 1024, None, None, config)
-    model = abstract_model(config, args.dtype, quantization=None, backend=usual.backend, scan=usual.scan)
+    model = shape_of(args.config, args.dtype)
     weights = model.random_weights()
     columns: dict[str, dict[str, float]] = {}
     for tier in args.tiers.split(","):
@@ -139,7 +137,7 @@ def main() -> None:
             run = engine_config(args, model, folder if tier == "disk" else None)
             engine = Engine(model, weights, run, programs=ProgramSet.make(model, run, None))
             engine.warmup(("greedy",))
-            bench = Bench(engine, config.vocab, tier)
+            bench = Bench(engine, model.config.vocab, tier)
             columns[tier] = {name: number for length in args.shared for name, number in bench.results(length)}
             columns[tier] |= dict(bench.rates())
             engine.cache = engine.state = ()  # type: ignore[assignment]
