@@ -25,6 +25,8 @@ class CompletionOutput:
     stop_reason: the stop token or stop string, None for the end of sequence.
     logprobs: for each token, the log-probabilities of the token itself and of the alternatives that were asked for.
     cumulative_logprob: sum over the tokens of their log-probabilities.
+    depths: of a looped model with `early_exit`, for each token how many steps of its core were taken to choose it.
+        None of other models.
     """
 
     index: int
@@ -34,6 +36,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    depths: list[int] | None = None
 
 
 @dataclass

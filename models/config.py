@@ -564,6 +564,11 @@ class ModelConfig:
         return sum(map(self.runs, range(len(self.layers))))
 
     @property
+    def exits_early(self) -> bool:
+        """Whether tokens may leave a loop's core before its last step."""
+        return self.loop is not None and bool(self.loop.early_exit) and self.loop.steps > 1
+
+    @property
     def mixtures(self) -> tuple[MoeSpec, ...]:
         """The mixtures of all layers that have one, in order."""
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))

@@ -13,6 +13,7 @@ from flax import nnx
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, kind_of_block, sums_feed_norms
 from inferlib.models.config import ConfigError
+from inferlib.models.depth import Taken
 from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
@@ -35,8 +36,8 @@ class Forward(NamedTuple):
 
     hidden [T, D]: the last hidden states, before the final norm. cache: one `LayerCache` per block. mailboxes: see
     `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with experts, if it is counted.
-    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any. core [4]: how many
-    steps of a loop's core were run and taken, if tokens may leave it, see `early_exit.Left`.
+    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any. core: steps of a
+    loop's core, if tokens may leave it.
     """
 
     hidden: jax.Array
@@ -44,7 +45,7 @@ class Forward(NamedTuple):
     mailboxes: Mailboxes | None
     load: jax.Array | None
     features: jax.Array | None
-    core: jax.Array | None = None
+    core: Taken | None = None
 
 
 class Decoder(nnx.Module):

@@ -21,6 +21,17 @@ class Depth(NamedTuple):
     threshold: int
 
 
+class Taken(NamedTuple):
+    """What a pass took of a loop's core, if tokens may leave it.
+
+    counts [4] int32: passes, steps that they ran, tokens, and steps that these took; 0 of what another of the devices
+    that prompts are dealt out to counts. steps [T] int32: how many each of this device's tokens took; 0 of padding.
+    """
+
+    counts: jax.Array
+    steps: jax.Array
+
+
 def depth_of(steps: int | None, threshold: float | None, config: ModelConfig) -> Depth | None:
     """The depth of a row that asks for so many steps and a threshold, or for neither; None of a model that repeats no
     layers.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.models.batch import StepContext
+from inferlib.models.depth import Taken
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.step_attention import StepPlan, write_cells
 from inferlib.ops.loops import most_trips
@@ -38,12 +39,11 @@ class Carry(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a core leaves behind. counts [4] int32: passes, steps that they ran, tokens, and steps that these took; 0 of
-    what another of the devices that prompts are dealt out to counts."""
+    """What a core leaves behind."""
 
     state: jax.Array
     caches: tuple[LayerCache, ...]
-    counts: jax.Array
+    taken: Taken
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class EarlyExit:
         with most_trips(steps):
             ended = lax.while_loop(self.goes_on, self.after_step, begun._replace(caches=with_cells))
         filled = lax.fori_loop(ended.number, most, self.filled, ended.caches)
-        return Left(ended.state, tuple(replace(cache, former=None) for cache in filled), self.counts(ended))
+        caches = tuple(replace(cache, former=None) for cache in filled)
+        return Left(ended.state, caches, Taken(self.counts(ended), ended.taken))
 
     def counts(self, ended: Carry) -> jax.Array:
-        """See `Left`. Devices that prompts are dealt out to have the same decode rows."""
+        """See `Taken`. Devices that prompts are dealt out to have the same decode rows."""
         ctx, first = self.ctx, self.ctx.shards.index(axes.TOKENS) == 0
         there = (ctx.written >= 0) & ((jnp.arange(ctx.tokens) < ctx.batch.chunk_tokens.size) | first)
         passes = jnp.where(first, jnp.stack([jnp.int32(1), ended.number]), 0)

@@ -22,6 +22,7 @@ from jax import lax
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block
 from inferlib.models.config import LoopSpec, ModelConfig
+from inferlib.models.depth import Taken
 from inferlib.models.early_exit import EarlyExit
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
@@ -71,15 +72,16 @@ class Loop(nnx.Module):
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
             return ran.residual.x, tuple(ran.caches)
 
-        state, caches, counts = self.repeated(step, ctx, caches)
-        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, counts)
+        state, caches, taken = self.repeated(step, ctx, caches)
+        return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, taken)
 
     def repeated(
         self, step: Callable, ctx: StepContext, caches: Sequence[LayerCache]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...], jax.Array | None]:
-        """The states after each token's last step, the caches, and the counts of `Left`. step: see `EarlyExit`."""
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], Taken | None]:
+        """The states after each token's last step, the caches, and what tokens took if they may leave. step: see
+        `EarlyExit`."""
         state, most, steps, depths = self.first_state(ctx), self.steps(ctx), self.spec.steps, ctx.depths
-        if depths is not None and depths.thresholds is not None and steps > 1:
+        if depths is not None and depths.thresholds is not None and ctx.config.exits_early:
             leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), ctx)
             return leaving(state, caches, most, steps)
         taken = None if depths is None else depths.of(ctx.rows, steps)[:, None]

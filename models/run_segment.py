@@ -14,6 +14,7 @@ from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block
+from inferlib.models.depth import Taken
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.param import OfStack
 from inferlib.models.layers.ring import ring_axis, ring_choices, ring_fused, ring_weights
@@ -34,7 +35,7 @@ class Ran(NamedTuple):
     caches: list[LayerCache]
     loads: list[jax.Array]
     features: dict[int, jax.Array]
-    core: jax.Array | None = None
+    core: Taken | None = None
 
 
 def run_segment(

@@ -213,6 +213,7 @@ class Engine:
             raise RuntimeError("a sequence with structured_outputs needs a constraint: see `Grammars`")
         params = sequence.params
         sequence.depth = depth_of(params.depth, params.exit_threshold, self.model.config)
+        sequence.depths = [] if self.model.config.exits_early else None
         self.scheduler.add(sequence)
         self._deadlines.add(sequence)
 
@@ -543,7 +544,7 @@ class Engine:
         for leaf in jax.tree.leaves(chosen):
             leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
-        self._in_flight[0] = dispatch, chosen._replace(load=output.load, core=output.core, detail=output.detail), sent
+        self._in_flight[0] = dispatch, chosen.behind(output), sent
 
     def _accept(self, s: Sequence, tokens: list[int]) -> int:
         """Give a sequence its tokens, as many as are returned; it may fail by its grammar."""
@@ -592,6 +593,7 @@ class Engine:
             self._count_core(output.core)
         advanced, generated, key = [], 0, dispatch.key
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
+        depths = None if output.depths is None else output.depths.T.tolist()
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
             taken = self._accept(s, columns[column]) if s.status is not Status.FINISHED else 0
             if dispatch.drafts is not None:
@@ -599,6 +601,8 @@ class Engine:
             if taken:
                 advanced.append(s)
                 generated += taken
+                if depths is not None and s.depths is not None:
+                    s.depths += depths[column][:taken]
                 if s.params.logprobs is not None:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
             if taken != key.steps or key.drafts:
@@ -615,6 +619,8 @@ class Engine:
                     s.finish("length")
                 elif self._accept(s, [int(output.chunk_tokens[i])]):
                     generated += 1
+                    if s.depths is not None:
+                        s.depths.append(int(output.chunk_depths[i]))
                     if s.params.logprobs is not None:
                         _add_logprobs(s, output.chunk_sampled, [i])
                 else:

@@ -114,6 +114,7 @@ class Outputs:
             progress.stop_reason,
             cumulative_logprob=total,
             logprobs=logprobs,
+            depths=None if s.depths is None else s.depths[: progress.tokens],
         )
 
 

@@ -48,7 +48,8 @@ class Sequence:
     detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
     adapter: what changes the weights for it. depth: how it takes the steps of a loop's core; None of models that
-    repeat no layers. salt: it takes cached pages of sequences with the same salt, adapter and depth alone.
+    repeat no layers. depths: how many of these the logits of each of its tokens took, if tokens may leave. salt: it
+    takes cached pages of sequences with the same salt, adapter and depth alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
     page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
@@ -109,6 +110,7 @@ class Sequence:
     tried: float = 0.0
     stood: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    depths: list[int] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_details: list = field(default_factory=list)
     finish_reason: FinishReason | None = None

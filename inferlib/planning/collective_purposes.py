@@ -41,6 +41,7 @@ PURPOSES = {
     "per_layer.PerLayerEmbedding": "per-layer embeddings",
     "per_layer.PerLayerInput": "gate of per-layer embeddings",
     "program._Maker.any_row": "whether to go on",
+    "program._Maker.depths": "how many steps these took",
     "program._Maker.last_hidden": "last tokens of prompts",
     "residual.AltUp": "modalities",
     "residual.Laurel": "learned residual",

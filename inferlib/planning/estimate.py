@@ -34,6 +34,8 @@ def estimate(
     _forward(ledger, model, plan, key)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
+        if model.config.exits_early:
+            ledger.reduce("how many steps these took", (axes.TOKENS,), (key.chunks, 1), np.int32)
     _head(ledger, model, key.chunks + key.decoded)
     for rows, count in ((key.rows, 1 + key.drafts), (key.chunks, 1)):
         if rows:
@@ -120,7 +122,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     _streams(ledger, model, tokens, 1)
     if (loop := config.loop) is not None:
         ledger.reduce("how many steps of the core", (axes.ROWS,), (), np.int32)
-        for axis in (axes.ROWS, axes.TOKENS) if loop.early_exit and loop.steps > 1 else ():
+        for axis in (axes.ROWS, axes.TOKENS) if config.exits_early else ():
             ledger.reduce("whether to go on", (axis,), (), np.int32, loop.steps)
     passed = set()  # unscanned layers whose cache was passed on: XLA passes it on once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -186,9 +187,10 @@ class StepOutput(NamedTuple):
     n the devices that a chunk's tokens are dealt out to; or pooled hidden states [P, 2, D], see `_Maker.pooled`.
     load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps, drafts included; if
     that is counted, and for each replica and each of the n. logits: in place of tokens, if they are chosen by another
-    program. core [1, 1, 4] int32: of models whose tokens may leave a loop, `early_exit.Left.counts` likewise. tally [B]
-    each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that program verifies, what
-    recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
+    program. core [1, 1, 4] int32: of models whose tokens may leave a loop, `depth.Taken.counts` likewise. depths
+    [K, B], chunk_depths [P]: of these, how many steps of the core were taken to choose the tokens and chunk_tokens of
+    the same places. tally [B] each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that
+    program verifies, what recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -200,6 +202,13 @@ class StepOutput(NamedTuple):
     tally: Tally | None = None
     inputs: Inputs | None = None
     core: jax.Array | None = None
+    depths: jax.Array | None = None
+    chunk_depths: jax.Array | None = None
+
+    def behind(self, first: StepOutput) -> StepOutput:
+        """This output of what chooses tokens, with what the part before it knows."""
+        names = ("detail", "load", "core", "depths", "chunk_depths")
+        return self._replace(**{name: getattr(first, name) for name in names})
 
 
 def settles_states(model: AbstractModel, key: ProgramKey) -> bool:
@@ -237,8 +246,7 @@ def build(
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade or (key.drafts and key.part == "forward") else more
     tally = config.speculation is not None and not key.chunks and not key.part
-    core = model.config.loop is not None and model.config.loop.early_exit and model.config.loop.steps > 1
-    output = _output_specs(spec, key, load=config.expert_load, tally=tally, core=core)
+    output = _output_specs(spec, key, load=config.expert_load, tally=tally, core=model.config.exits_early)
     returned = (tuple(spec(array.axes) for array in plan.arrays), state)
     weights = model.specs + (() if drafter is None else drafter.model.specs)
     taken = (tuple(spec(w.axes) for w in weights), *returned, spec((axes.ROWS, None)))
@@ -306,6 +314,10 @@ def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool, c
         logits=_logits_specs(spec, key) if key.part == "forward" else None,
         tally=Tally(*[spec((axes.ROWS,))] * 2) if tally else None,
         core=spec((axes.ROWS, axes.TOKENS)) if core and key.part != "choose" else None,
+        depths=spec((None, axes.ROWS)) if core and key.rows and key.part != "choose" else None,
+        chunk_depths=spec((axes.ROWS,))
+        if core and key.chunks and key.part != "choose" and key.mode != "embed"
+        else None,
     )
 
 
@@ -344,7 +356,7 @@ class _Step(NamedTuple):
 class _Pass(NamedTuple):
     """A pass of the model. hidden [T, D]; decoder: for its head; load: of experts, if that is counted; features
     [T, N, D]: if a model that drafts reads some. inputs: of each block, what its layers have yet to replay. core: steps
-    of a loop's core, if tokens may leave it."""
+    of a loop's core, if tokens may leave it; taken [T]: how many of them each token took."""
 
     hidden: jax.Array
     decoder: Decoder
@@ -354,6 +366,7 @@ class _Pass(NamedTuple):
     features: jax.Array | None
     inputs: Inputs
     core: jax.Array | None
+    taken: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -402,8 +415,8 @@ class _Maker:
         hidden, caches, mailboxes, load, features, core = decoder(ctx, caches, mailboxes)
         inputs, caches = tuple(cache.inputs for cache in caches), tuple(replace(cache, inputs=()) for cache in caches)
         cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
-        core = None if core is None else core[None, None]
-        return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs, core)
+        counts, taken = (None, None) if core is None else (core.counts[None, None], core.steps)
+        return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs, counts, taken)
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""
@@ -581,13 +594,30 @@ class _Maker:
         logits = self.logits(ran.decoder, hidden.reshape(-1, hidden.shape[-1]))
         return ran, logits.reshape(*hidden.shape[:2], -1), counts
 
+    def depths_of_rows(self, ran: _Pass, counts: jax.Array | None = None) -> jax.Array | None:
+        """How many steps of a loop's core the tokens of a pass over decode rows took, [C, B], if they may leave it.
+        counts [B]: of a pass that verifies drafts, how many tokens of each row it has."""
+        if ran.taken is None:
+            return None
+        if counts is None or not self.key.drafts:
+            return ran.taken[None]
+        return hidden_of_tokens(ran.taken[:, None], counts)[..., 0].T
+
+    def depths(self, ran: _Pass, chunks: tuple[int, ...], lengths: jax.Array) -> dict[str, jax.Array | None]:
+        """Those fields of the output of a step over chunks [P, C] with `lengths` [P] tokens, if tokens may leave."""
+        if ran.taken is None:
+            return {}
+        split = prod(chunks)
+        ends = last_of_chunks(ran.taken[:split].reshape(*chunks, 1), lengths, self.config.shards)[:, 0]
+        return {"depths": ran.taken[None, split:] if self.key.rows else None, "chunk_depths": ends}
+
     def decode_step(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, the rows after a step, the mailboxes, and what the step adds to the output."""
         if self.config.speculation is not None:
             return self.verified(self.config.speculation, weights, cache, rows, mailboxes, shared)
         ran, logits = self.row_logits(weights, cache, rows, mailboxes, shared)
         rows, sampled = self.advance_with_room(rows, logits)
-        return ran.cache, rows, ran.mailboxes, _Step(sampled, ran.load, core=ran.core)
+        return ran.cache, rows, ran.mailboxes, _Step(sampled._replace(depth=ran.taken), ran.load, core=ran.core)
 
     def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
         """`decode_step` with drafts. Without, a draft is made to see whether it would stand."""
@@ -605,6 +635,7 @@ class _Maker:
         advance = self.advance_at(rows, logits, drafts)
         rows, sampled, tally = accepted(advance, rows, drafts, logits.shape[1], loop=loop)
         cache = self.replayed(ran.decoder, ran.cache, ran.inputs, rows.length - before)
+        sampled = sampled._replace(depth=self.depths_of_rows(ran, counts))
         return cache, rows, ran.mailboxes, _Step(sampled, ran.load, tally, ran.core)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
@@ -622,8 +653,8 @@ class _Maker:
             step = partial(self.decode_step, weights, shared=shared)
             cache, rows, total = self.decode_steps(step, cache, rows, mailboxes, control)
         outs = total.sampled
-        scored = outs if key.mode == "logprobs" else None
-        output = StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core)
+        scored = outs._replace(depth=None) if key.mode == "logprobs" else None
+        output = StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core, depths=outs.depth)
         return cache, state.with_head(rows), output
 
     def decode_steps(
@@ -668,7 +699,7 @@ class _Maker:
         cache, state, output = self.forward(weights, cache, state, packed, chunk)
         assert output.logits is not None
         state, chosen = self.choose(state, output.logits, Masks(None, None), chunk)
-        return cache, state, chosen._replace(detail=output.detail, load=output.load, core=output.core)
+        return cache, state, chosen.behind(output)
 
     def forward(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput | None = None):
         """A step until its logits, over P chunks, if there are any, and B decode rows."""
@@ -679,7 +710,8 @@ class _Maker:
         if chunk is None:
             ran, logits = self.row_logits(weights, cache, rows, self.mailboxes())
             cache, state = self.followed(weights, ran, state, rows_batch(rows), None)
-            return cache, state, output._replace(load=ran.load, core=ran.core, logits=Logits(None, logits))
+            output = output._replace(load=ran.load, core=ran.core, depths=self.depths_of_rows(ran))
+            return cache, state, output._replace(logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         state = state.started(info["row"], info["first"] != 0)
         stripe = self.config.shards.stripe(axes.TOKENS)
@@ -697,7 +729,9 @@ class _Maker:
         ends = last_of_chunks(hidden[:split].reshape(*tokens.shape, -1), info["length"], self.config.shards)
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
-        output = output._replace(load=load, core=ran.core, logits=parts)
+        output = output._replace(
+            load=load, core=ran.core, logits=parts, **self.depths(ran, tokens.shape, info["length"])
+        )
         if key.detail:
             every = self.logits(decoder, hidden[:split])
             if key.detail == "logprobs":
@@ -712,10 +746,11 @@ class _Maker:
         none."""
         state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
         rows = state.head(self.key.rows)
-        ran, logits, _ = self.draft_logits(weights, cache, rows, drafts, self.mailboxes())
+        ran, logits, counts = self.draft_logits(weights, cache, rows, drafts, self.mailboxes())
         batch, _ = verification_batch(rows, drafts, self.model.config.vocab)
         cache, state = self.followed(weights, ran, state, batch, None)
         output = StepOutput(jnp.zeros((1, 0), jnp.int32), load=ran.load, core=ran.core, logits=Logits(None, logits))
+        output = output._replace(depths=self.depths_of_rows(ran, counts))
         return cache, state, output._replace(inputs=of_device(ran.inputs) if any(ran.inputs) else None)
 
     def choose(

@@ -85,7 +85,7 @@ class Sampled(NamedTuple):
     """One token for each of N rows; only the mode "logprobs" fills more than `token`.
 
     Log-probabilities and ranks are of the model's own logits, before any processing. K: MAX_LOGPROBS, or the size of
-    the vocabulary if that is smaller.
+    the vocabulary if that is smaller. Sampling leaves `depth` to programs of models whose tokens may leave a loop.
     """
 
     token: jax.Array  # [N] int32
@@ -93,6 +93,7 @@ class Sampled(NamedTuple):
     rank: jax.Array | None = None  # [N] int32, of `token`; 1 is the most likely
     top_ids: jax.Array | None = None  # [N, K] int32, most likely first, equal ones by id
     top_logprobs: jax.Array | None = None  # [N, K] f32
+    depth: jax.Array | None = None  # [N] int32, steps of the loop's core behind the logits
 
 
 # The parameters of an empty row: temperature, top_p, min_p, repetition, presence, frequency.

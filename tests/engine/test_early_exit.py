@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, AsyncLLM, Buckets, SamplingParams
 from inferlib.config import ConfigurationError
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import ConfigError
@@ -50,20 +52,33 @@ def llm(paths) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def expected(llm) -> list[list[int]]:
+def expected(llm) -> list[Answer]:
     with new_engine(llm, prefix_caching=False):
-        return [tokens_of(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        return [answers_of(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def assert_chosen_by_the_oracle(hf: dict, prompt: list[int], tokens: list[int], params: SamplingParams) -> list[int]:
+class Answer(NamedTuple):
+    tokens: list[int]
+    depths: list[int] | None
+
+
+def answers_of(llm: LLM, prompts: list[list[int]], params) -> list[Answer]:
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    return [Answer(output.token_ids, output.depths) for output in outputs]
+
+
+def assert_chosen_by_the_oracle(hf: dict, prompt: list[int], answer: Answer, params: SamplingParams) -> list[int]:
     """In one full pass over the prompt and its tokens; returns how many steps each token took."""
+    tokens, depths = answer
     model = oracle_of(hf | {"mean_recurrence": params.depth or STEPS})
     model.exit_threshold = params.exit_threshold or 0.0
     with torch.no_grad():
         logits = model(torch.tensor([*prompt, *tokens[:-1]])).numpy()[len(prompt) - 1 :]
     assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
     assert np.nanmin(np.abs(np.stack(model.changes) - model.exit_threshold)) > 1e-5  # of 1 %: no rounding decides
-    return model.taken.tolist()
+    taken = model.taken.tolist()
+    assert depths == taken[len(prompt) - 1 :]
+    return taken
 
 
 def test_tokens_are_those_of_the_oracle(llm, expected):
@@ -71,13 +86,13 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
     llm.warmup(["greedy"])
     before = compilations()
     with new_engine(llm, prefix_caching=False) as engine:
-        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+        assert answers_of(llm, PROMPTS, PARAMS) == expected
     assert compilations() == before
     taken = [
         assert_chosen_by_the_oracle(MODELS["parcae"], *of_row) for of_row in zip(PROMPTS, expected, PARAMS, strict=True)
     ]
     assert [sorted(set(steps)) for steps in taken] == [[3, 4, 5, 6], [3, 4, 5], [6], [3, 4, 5], [3, 4], [3]]
-    assert min(len(set(tokens)) for tokens in expected) > 4
+    assert min(len(set(tokens)) for tokens, _ in expected) > 4
     stats = engine.stats
     assert (stats.core_tokens, stats.core_steps) == (sum(map(len, taken)), sum(map(sum, taken)))
     assert stats.core_passes < stats.core_runs < stats.core_passes * STEPS
@@ -87,16 +102,40 @@ def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
     other = build_llm(paths["parcae"], BUCKETS)
     assert other.engine.state.threshold is None
     for i in (2, 5):
-        assert tokens_of(other, [PROMPTS[i]], PARAMS[i]) == [expected[i]]
+        assert answers_of(other, [PROMPTS[i]], PARAMS[i]) == [Answer(expected[i].tokens, None)]
 
 
 def test_rows_that_are_preempted(llm, expected):
     """With few pages, and NaN in whatever is not valid."""
     with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:
-        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+        assert answers_of(llm, PROMPTS, PARAMS) == expected
         assert engine.scheduler.preemptions > 0
     with before_each_dispatch(llm, poison):
-        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+        assert answers_of(llm, PROMPTS, PARAMS) == expected
+
+
+def test_depths_of_a_stream_that_a_stop_token_ends(llm, expected):
+    tokens, depths = expected[0]
+    count = next(i for i in range(8, len(tokens)) if tokens[i] not in tokens[:i]) + 1
+
+    async def streamed() -> list[Answer]:
+        params = replace(PARAMS[0], stop_token_ids=[tokens[count - 1]])
+        async with AsyncLLM(llm) as served:
+            outputs = [output.outputs[0] async for output in served.generate(PROMPTS[0], params)]
+        return [Answer(output.token_ids, output.depths) for output in outputs]
+
+    answers = asyncio.run(streamed())
+    assert depths is not None
+    assert answers == [Answer(tokens[: len(x.tokens)], depths[: len(x.tokens)]) for x in answers]
+    assert len(answers[-1].tokens) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"speculation": "ngram:3"}], ids=["plain", "ngram"])
+def test_depths_of_tokens_that_the_host_chooses(options, paths, expected):
+    host = [replace(x, logits_processors=[lambda tokens, logits: logits]) for x in PARAMS]
+    other = build_llm(paths["parcae"], BUCKETS, early_exit=True, **options)
+    assert answers_of(other, PROMPTS, host) == expected
 
 
 def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
@@ -105,7 +144,8 @@ def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
         for threshold in (0.25, 0.2, None, 0.25):
             params = replace(GREEDY, exit_threshold=threshold)
             (output,) = llm.generate(PROMPTS[4], params)
-            assert_chosen_by_the_oracle(MODELS["parcae"], PROMPTS[4], output.outputs[0].token_ids, params)
+            answer = Answer(output.outputs[0].token_ids, output.outputs[0].depths)
+            assert_chosen_by_the_oracle(MODELS["parcae"], PROMPTS[4], answer, params)
             hits.append(output.num_cached_tokens)
     assert hits[:3] == [0, 0, 0]
     assert hits[3] > 0
@@ -137,7 +177,7 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
         ctx = StepContext(StepBatch.of_rows(lengths, lengths), llm.model_config, MAX_LEN)
         leaving = EarlyExit(step, depths, thresholds, ctx)
         left = leaving(jnp.ones((4, 2)), (), STEPS, STEPS)
-        return left.state[:, 0], left.counts
+        return left.state[:, 0], left.taken
 
     for lengths, depths, thresholds, taken in (
         ([5, 5, 5, 5], [6, 6, 6, 6], [2, 2, 2, 2], [1, 1, 1, 1]),
@@ -147,7 +187,8 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
     ):
         counted.clear()
         numbers = np.array(lengths, np.int32), np.array(depths, np.int32), np.array(thresholds, np.float32)
-        state, counts = run(*numbers)
+        state, (counts, each) = run(*numbers)
+        assert each.tolist() == taken
         np.testing.assert_array_equal(state, 0.5 ** np.array(taken))
         assert counts.tolist() == [1, max(taken), np.count_nonzero(lengths), sum(taken)]
         jax.effects_barrier()
@@ -173,17 +214,18 @@ def test_other_forms(name, options, paths, expected):
     """Huginn's random states never settle; by this threshold some happen to leave."""
     params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else PARAMS
     other = build_llm(paths[name], BUCKETS, early_exit=True, **options)
-    tokens, stats = tokens_of(other, PROMPTS, params), other.stats
+    answers, stats = answers_of(other, PROMPTS, params), other.stats
+    tokens = [answer.tokens for answer in answers]
     if "prefill_devices" not in options and "speculation" not in options:
         assert stats.core_tokens == sum(map(len, [*PROMPTS, *tokens])) - len(PROMPTS)
     assert stats.core_tokens < stats.core_steps < stats.core_tokens * STEPS
     if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
-        for prompt, of_row, alone in zip(PROMPTS, params, tokens, strict=True):
-            assert tokens_of(other, [prompt], of_row) == [alone]
+        for prompt, of_row, alone in zip(PROMPTS, params, answers, strict=True):
+            assert answers_of(other, [prompt], of_row) == [alone]
     elif name == "parcae":
-        assert tokens == expected
+        assert answers == expected
     else:
-        rows = zip(PROMPTS, tokens, params, strict=True)
+        rows = zip(PROMPTS, answers, params, strict=True)
         taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row) for of_row in rows]
         assert set(taken[0]) == {2, 3, 5, 6}
 
