@@ -1,6 +1,7 @@
 """What tokens that leave a looped model's core early save, and what that costs: steps of the core, and likelihood.
 
     python benchmarks/early_exit.py --model org/name --thresholds 0.01,0.03,0.1 --depths 4,8
+    python benchmarks/early_exit.py --model org/name --rule kl --thresholds 5e-4,5e-3
 
 Each row is a threshold or a depth (see `SamplingParams`); the first takes all steps. "nats" is the mean negative
 log-likelihood of a token of a text, in windows, and "steps" how many steps of the core its tokens take. "run" is how
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--rule", choices=("change", "kl"), default="change", help="what thresholds are compared with")
     parser.add_argument("--thresholds", default="0.01,0.03,0.1")
     parser.add_argument("--depths", default="", help="fixed depths to compare with")
     parser.add_argument("--rows", default="1,16")
@@ -121,7 +123,7 @@ def main() -> None:
     length = max(args.window, PROMPT + GENERATED) + 1
     llm = LLM(
         args.model,
-        early_exit=True,
+        early_exit=args.rule == "change" or "kl",
         loop_steps=args.loop_steps,
         dtype=args.dtype,
         prefix_caching=False,

@@ -78,7 +78,7 @@ class Settings(EngineSettings, total=False):
     generation_config: str
     adapters: Mapping[str, str | Path] | None
     loop_steps: int | None
-    early_exit: bool | None
+    early_exit: bool | Literal["kl"] | None
     prefill_devices: Sequence[Any] | None
 
 
@@ -123,8 +123,9 @@ class LLM:
     prefill_devices: devices that prefill prompts, so that long ones do not stall the rows that decode, such as
         `jax.devices()[4:]`, or their numbers; as many as decode. They get weights and a cache of their own.
     loop_steps: how often a looped model (Huginn, Parcae) runs its core, 1 to 256; by default as in training on average.
-    early_exit: whether tokens of such a model may leave the core before its last step, as requests say by
-        `exit_threshold`; by default not.
+    early_exit: True: tokens of such a model may leave the core before its last step, once one changes their state by
+        less than the `exit_threshold` of their request; "kl": once one changes what the head makes of it by less. By
+        default they do not.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 

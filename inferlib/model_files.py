@@ -125,7 +125,7 @@ class ModelFiles:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)
 
-    def looped(self, steps: int | None = None, early_exit: bool | None = None) -> ModelFiles:
+    def looped(self, steps: int | None = None, early_exit: bool | str | None = None) -> ModelFiles:
         """The same with its core run `steps` times, and with or without early exits, where these are given. Raises
         ConfigError for a model without one, or other values."""
         options = {LOOP_STEPS: steps, EARLY_EXIT: early_exit}
@@ -139,8 +139,8 @@ class ModelFiles:
             )
         if isinstance(steps, bool) or not isinstance(steps, int | None):
             raise ConfigError(f"loop_steps is a whole number, such as {loop.steps}, got {steps!r:.100}")
-        if not isinstance(early_exit, bool | None):
-            raise ConfigError(f"early_exit is True or False, got {early_exit!r:.100}")
+        if not isinstance(early_exit, bool | None) and early_exit != "kl":
+            raise ConfigError(f'early_exit is True, "kl" or False, got {early_exit!r:.100}')
         hf = {**self.hf, **options}
         return replace(self, hf=hf, config=config_from_hf(hf))
 

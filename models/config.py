@@ -482,7 +482,7 @@ class LoopSpec:
     "diagonal": exp(-d exp(A)) h + d (B e) with d = softplus(b), for vectors A, b (Prairie et al. 2026, "Parcae");
     "linear": W [h, e]; "add": h + e. After the last step, a matrix ("linear") or the model's final norm ("final_norm")
     makes the coda's input of h. state_std: standard deviation of the first state's numbers; 0: it is zero. early_exit:
-    tokens may leave the core before its last step, see `inferlib.models.early_exit`.
+    by which rule tokens may leave the core before its last step, see `inferlib.models.exit_rules`; None: they do not.
 
     The weights of the core are stored once. Its layers have keys and values of each step.
     """
@@ -494,7 +494,7 @@ class LoopSpec:
     exit: Literal["linear", "final_norm"]
     entry_norm: bool = False
     state_std: float = 0.0
-    early_exit: bool = False
+    early_exit: Literal["change", "kl"] | None = None
 
     def __post_init__(self):
         _require(

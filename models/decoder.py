@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -99,7 +100,7 @@ class Decoder(nnx.Module):
             caches = [
                 self.borrowed_cache(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)
             ]
-            run = self.loop if segment.looped else run_segment
+            run = partial(self.loop, logits=self.logits_in(ctx)) if segment.looped else run_segment
             ran = run(segment, blocks, residual, ctx, caches, inputs, traced)
             residual, caches = ran.residual, ran.caches
             core = ran.core if segment.looped else core
@@ -172,6 +173,10 @@ class Decoder(nnx.Module):
             at = jnp.take(self.positions[...], ctx.positions, axis=0, mode="clip")
             x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
         return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
+
+    def logits_in(self, ctx: StepContext) -> Callable[[jax.Array], jax.Array]:
+        """`logits` as this step computes them."""
+        return partial(self.logits, shards=ctx.shards, backend=ctx.backend.matmul)
 
     def logits(
         self, x: jax.Array, shards: Shards, backend: str | None = None, *, norm: Norm | None = None

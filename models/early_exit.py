@@ -1,8 +1,9 @@
-"""Tokens that leave a loop's core before its last step, as their states hardly change any more (Geiping et al. 2025,
-section 6; `exit_threshold` by the criterion "latent-diff" in their code).
+"""Tokens that leave a loop's core before its last step, as it hardly changes them any more (Geiping et al. 2025,
+section 6).
 
-A token leaves after the step that takes its state from h to h', if |h' - h| < threshold * |h'|, or after as many steps
-as its row takes at most. Then its state stays as it is, and so do its cells: tokens behind it that go on attend, at
+A token leaves after the step that changes its state by less than its threshold, as a rule measures that (see
+`inferlib.models.exit_rules`), or after as many steps as its row takes at most. Then its state stays as it is, and so do
+its cells: tokens behind it that go on attend, at
 later steps, to those of its last one ("latest" in that code). Each token of a prompt and of the output leaves by
 itself. As that depends on tokens before it alone, results depend on neither the batch, nor how a prompt is cut.
 
@@ -21,6 +22,7 @@ from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.depth import Taken
+from inferlib.models.exit_rules import Rule
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.step_attention import StepPlan, write_cells
 from inferlib.ops.loops import most_trips
@@ -49,11 +51,12 @@ class Left(NamedTuple):
 @dataclass(frozen=True)
 class EarlyExit:
     """step: (number, state, caches) -> (state, caches), a step of the core. depths [T]: most steps of each token;
-    thresholds [T] float32: 0 where a token takes all of these."""
+    thresholds [T] float32: 0 where a token takes all of these. rule: what they are compared with."""
 
     step: Callable[..., tuple[jax.Array, tuple[LayerCache, ...]]]
     depths: jax.Array
     thresholds: jax.Array
+    rule: Rule
     ctx: StepContext
 
     def __call__(self, state: jax.Array, caches: Sequence[LayerCache], most: jax.Array | int, steps: int) -> Left:
@@ -87,8 +90,7 @@ class EarlyExit:
     def after_step(self, carry: Carry) -> Carry:
         number, state, caches, left, taken = carry
         new, caches = self.step(number, state, tuple(replace(cache, left=left) for cache in caches))
-        change, size = (_norms(x) for x in (new.astype(jnp.float32) - state.astype(jnp.float32), new))
-        leaves = (change < self.thresholds * size) | (number + 1 >= self.depths)
+        leaves = (self.rule(state, new) < self.thresholds) | (number + 1 >= self.depths)
         state = jnp.where(left[:, None], state, new)
         caches = tuple(replace(cache, left=None) for cache in caches)
         return Carry(number + 1, state, caches, left | leaves, taken + ~left)
@@ -108,8 +110,3 @@ class EarlyExit:
             return cache
         rows = [x[count:] for x in former.cells]
         return cache.write(rows, ctx.rows[count:], ctx.written[count:], stripe, ctx.table)
-
-
-def _norms(x: jax.Array) -> jax.Array:
-    """[T] of x [T, D]."""
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))

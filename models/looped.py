@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from inferlib.models.blocks import Block
 from inferlib.models.config import LoopSpec, ModelConfig
 from inferlib.models.depth import Taken
 from inferlib.models.early_exit import EarlyExit
+from inferlib.models.exit_rules import Divergence, relative_change
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -61,8 +63,13 @@ class Loop(nnx.Module):
         caches: Sequence[LayerCache],
         inputs: jax.Array | None,
         traced: dict,
+        *,
+        logits: Callable[[jax.Array], jax.Array],
     ) -> Ran:
-        """Run the core; see `run_segment`. The caches hold the cells of each step, as those of stacked layers do."""
+        """Run the core; see `run_segment`. The caches hold the cells of each step, as those of stacked layers do.
+
+        logits: [T, V] float32 of hidden states [T, D], see `Divergence`.
+        """
         injected, once = self.injected(residual.x, ctx), self.spec.steps == 1
 
         def step(number, state, caches):
@@ -72,17 +79,20 @@ class Loop(nnx.Module):
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
             return ran.residual.x, tuple(ran.caches)
 
-        state, caches, taken = self.repeated(step, ctx, caches)
+        state, caches, taken = self.repeated(step, ctx, caches, logits)
         return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, taken)
 
     def repeated(
-        self, step: Callable, ctx: StepContext, caches: Sequence[LayerCache]
+        self, step: Callable, ctx: StepContext, caches: Sequence[LayerCache], logits: Callable
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Taken | None]:
         """The states after each token's last step, the caches, and what tokens took if they may leave. step: see
         `EarlyExit`."""
         state, most, steps, depths = self.first_state(ctx), self.steps(ctx), self.spec.steps, ctx.depths
         if depths is not None and depths.thresholds is not None and ctx.config.exits_early:
-            leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), ctx)
+            rule = relative_change
+            if self.spec.early_exit == "kl":
+                rule = Divergence(partial(self.outputs, ctx=ctx), logits, ctx.shards)
+            leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), rule, ctx)
             return leaving(state, caches, most, steps)
         taken = None if depths is None else depths.of(ctx.rows, steps)[:, None]
 

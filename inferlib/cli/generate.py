@@ -307,7 +307,7 @@ class SamplingArguments:
         int | None, typer.Option(help="How many steps of a looped model's core each token takes; by default all.")
     ] = None
     exit_threshold: Annotated[
-        float | None, typer.Option(help="Fewer, once a step changes a token's state by less than this share of it.")
+        float | None, typer.Option(help="Fewer, once a step changes a token by less than this (see LLM's early_exit).")
     ] = None
     json_schema: Annotated[
         Path | None,

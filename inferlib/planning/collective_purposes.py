@@ -27,6 +27,7 @@ PURPOSES = {
     "exchange all_to_all": "tokens to experts and back",
     "exchange ragged_all_to_all": "tokens to experts and back",
     "exchange pmax": "how many rounds",
+    "exit_rules.Divergence": "next-token distributions",
     "lightning": "norm of all heads",
     "looped.Loop.steps": "how many steps of the core",
     "mamba2": "norms of groups of heads",

@@ -170,7 +170,7 @@ class Matrix:
     nbytes: int
     layers: int
     inner: int
-    use: Literal["tokens", "sampled", "looked up"]
+    use: Literal["tokens", "sampled", "looked up", "compared"]
     experts: MoeSpec | None = None
     in_mlp: bool = False
     count: int = 1
@@ -389,8 +389,8 @@ class Deployed:
         if self.depth is not None:
             return self.shallow._work(key, sampled, queries)
         tokens, decode = sum(q.tokens for q in queries), not key.chunks
-        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        matrices = [m for m in self.matrices for _ in range(m.passes)]
+        count = {"tokens": tokens, "sampled": sampled, "looked up": 0, "compared": 2 * tokens}
+        matrices = [m for m in (*self.matrices, *self._compared) for _ in range(m.passes)]
         parts = [self._product(m, count[m.use], tokens) for m in matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
         kernels, cache = [part for part, _ in parts], 0.0
@@ -442,6 +442,15 @@ class Deployed:
         vocab, chip = self.model.layout.vocab // self.shards.size(axes.VOCAB), self.target.chip
         on_chip = 4 * rows * vocab <= chip.vmem_bytes - chip.scratch_bytes
         return 0.0 if on_chip else logits_bytes(mode, rows, vocab)
+
+    @property
+    def _compared(self) -> list[Matrix]:
+        """The head as each step of a loop reads it, if tokens leave by what it makes of their states before and after
+        (see `inferlib.models.exit_rules.Divergence`)."""
+        loop = self.config.loop
+        if loop is None or loop.early_exit != "kl" or not self.config.exits_early:
+            return []
+        return [replace(m, use="compared", passes=loop.steps) for m in self.matrices if m.use == "sampled"]
 
     def _product(self, m: Matrix, rows: float, tokens: float) -> tuple[Part, tuple[float, float, float]]:
         """A matrix's products with `rows` rows, and their operations, bytes of weights, and bytes of activations in

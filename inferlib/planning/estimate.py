@@ -15,6 +15,7 @@ import numpy as np
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.models.exit_rules import blocks_of
 from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
@@ -124,6 +125,10 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.reduce("how many steps of the core", (axes.ROWS,), (), np.int32)
         for axis in (axes.ROWS, axes.TOKENS) if config.exits_early else ():
             ledger.reduce("whether to go on", (axis,), (), np.int32, loop.steps)
+        if config.exits_early and loop.early_exit == "kl":
+            blocks, size = blocks_of(tokens)
+            ledger.reduce("next-token distributions", (axes.VOCAB,), (size, 2, 1), np.float32, 2 * blocks * loop.steps)
+            ledger.reduce("next-token distributions", (axes.VOCAB,), (size,), np.float32, blocks * loop.steps)
     passed = set()  # unscanned layers whose cache was passed on: XLA passes it on once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = config.layers[layers[0]], len(layers) * config.runs(layers[0])

@@ -135,7 +135,7 @@ def state_axes(**there: bool) -> Any:
 
 def of_loop(loop: LoopSpec | None) -> dict[str, bool]:
     """Whether the state of a model has each of the fields that say how rows take its loop."""
-    return {"depth": loop is not None, "threshold": loop is not None and loop.early_exit}
+    return {"depth": loop is not None, "threshold": loop is not None and loop.early_exit is not None}
 
 
 def axes_of(state: RowState) -> Any:

@@ -73,7 +73,8 @@ class SamplingParams:
         depth: of a looped model (Huginn, Parcae), how many steps of its core each token of the prompt and the output
             takes, at least 1 and at most its `loop_steps`. None: all.
         exit_threshold: of a looped model built with `early_exit`, in [0, 100]: a token takes no more steps once one
-            changes its state by less than this share of it (both as norms); 0.03, for example. None or 0: it takes all.
+            changes its state by less than this share of it (both as norms), such as 0.03; or if `early_exit` is "kl",
+            the distribution of its next token by less than so many nats, such as 5e-4. None or 0: it takes all.
     """
 
     n: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 from inferlib.models.config import (
     Activation,
@@ -141,9 +142,10 @@ def _steps(hf: Hf) -> int:
     return need(hf, "mean_recurrence") if hf.get(LOOP_STEPS) is None else hf[LOOP_STEPS]
 
 
-def _early_exit(hf: Hf) -> bool:
-    """Whether tokens may leave the core before its last step, as is asked for."""
-    return hf.get(EARLY_EXIT) is True
+def _early_exit(hf: Hf) -> Literal["change", "kl"] | None:
+    """By which rule tokens may leave the core before its last step, as is asked for."""
+    expect(hf, EARLY_EXIT, False, True, "kl")
+    return "kl" if hf.get(EARLY_EXIT) == "kl" else "change" if hf.get(EARLY_EXIT) else None
 
 
 def _stages(hf: Hf) -> tuple[int, int, int]:

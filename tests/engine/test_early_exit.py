@@ -17,7 +17,9 @@ from inferlib.config import ConfigurationError
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import ConfigError
 from inferlib.models.early_exit import EarlyExit
+from inferlib.models.exit_rules import Divergence, relative_change
 from inferlib.programs.counter import compilations
+from inferlib.sharding.shards import Shards
 from tests.helpers.llms import MAX_LEN, build_llm, new_engine, random_prompts
 from tests.helpers.looped import HUGINN, PARCAE, make_looped, oracle_of
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
@@ -67,11 +69,14 @@ def answers_of(llm: LLM, prompts: list[list[int]], params) -> list[Answer]:
     return [Answer(output.token_ids, output.depths) for output in outputs]
 
 
-def assert_chosen_by_the_oracle(hf: dict, prompt: list[int], answer: Answer, params: SamplingParams) -> list[int]:
+def assert_chosen_by_the_oracle(
+    hf: dict, prompt: list[int], answer: Answer, params: SamplingParams, rule: str = "change"
+) -> list[int]:
     """In one full pass over the prompt and its tokens; returns how many steps each token took."""
     tokens, depths = answer
     model = oracle_of(hf | {"mean_recurrence": params.depth or STEPS})
     model.exit_threshold = params.exit_threshold or 0.0
+    model.reads = model.without_coda if rule == "kl" else None
     with torch.no_grad():
         logits = model(torch.tensor([*prompt, *tokens[:-1]])).numpy()[len(prompt) - 1 :]
     assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
@@ -175,7 +180,7 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
     @jax.jit
     def run(lengths, depths, thresholds):
         ctx = StepContext(StepBatch.of_rows(lengths, lengths), llm.model_config, MAX_LEN)
-        leaving = EarlyExit(step, depths, thresholds, ctx)
+        leaving = EarlyExit(step, depths, thresholds, relative_change, ctx)
         left = leaving(jnp.ones((4, 2)), (), STEPS, STEPS)
         return left.state[:, 0], left.taken
 
@@ -230,6 +235,55 @@ def test_other_forms(name, options, paths, expected):
         assert set(taken[0]) == {2, 3, 5, 6}
 
 
+KL = [
+    replace(GREEDY, exit_threshold=threshold, depth=depth)
+    for threshold, depth in [(0.02, None), (0.05, 5), (None, None), (0.01, None), (0.02, 4), (None, 3)]
+]
+
+
+def test_a_divergence_is_that_of_whole_logits():
+    """In blocks of tokens, and with columns that pad the vocabulary."""
+    rng = np.random.default_rng(0)
+    old, new, head = (rng.standard_normal(shape, np.float32) for shape in ((130, 8), (130, 8), (8, 20)))
+
+    def logits(x):
+        return jnp.pad(x @ head, [(0, 0), (0, 4)], constant_values=-jnp.inf)
+
+    for count in (130, 64, 3):
+        rule = jax.jit(Divergence(lambda x: 2 * x, logits, Shards()))
+        p, q = (torch.log_softmax(torch.tensor(2 * x[:count] @ head), -1) for x in (old, new))
+        expected = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+        np.testing.assert_allclose(rule(old[:count], new[:count]), expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("parcae", {}),
+        ("huginn", {}),
+        ("parcae", {"parallel": "tp=2,dp=2"}),
+        ("parcae", {"parallel": "cp=2,tp=2,rules=helix"}),
+        ("parcae", {"parallel": "tp=2,dp=2,rules=dp_attention"}),
+        ("parcae", {"speculation": "ngram:3"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_tokens_that_leave_by_what_the_head_makes_of_them(name, options, paths):
+    """In one batch, and preempted; all tokens and depths are the oracle's."""
+    params = [replace(x, exit_threshold=x.exit_threshold and 0.6) for x in KL] if name == "huginn" else KL
+    other = build_llm(paths[name], BUCKETS, early_exit="kl", **options)
+    answers = answers_of(other, PROMPTS, params)
+    rows = zip(PROMPTS, answers, params, strict=True)
+    taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row, rule="kl") for of_row in rows]
+    assert len(set(taken[0])) > 2
+    assert [set(taken[2]), set(taken[5])] == [{STEPS}, {3}]
+    if not options:
+        with new_engine(other, prefix_caching=False, pages=other.engine.plan.columns * 4 // 3) as engine:
+            assert answers_of(other, PROMPTS, params) == answers
+            assert engine.scheduler.preemptions > 0
+
+
 def test_what_is_refused(paths, llm, small):
     for threshold, message in (
         (-1, r"exit_threshold must be a number in \[0, 100\], got -1"),
@@ -239,7 +293,7 @@ def test_what_is_refused(paths, llm, small):
             SamplingParams(exit_threshold=threshold)
     with pytest.raises(ValueError, match="exit_threshold is for models that repeat layers, and llama does not"):
         small.generate("a", SamplingParams(exit_threshold=0.1))
-    with pytest.raises(ConfigError, match="early_exit is True or False, got 1"):
+    with pytest.raises(ConfigError, match='early_exit is True, "kl" or False, got 1'):
         LLM(paths["parcae"], early_exit=1, progress=False)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigurationError, match="cache_policy follows every step of a loop, and with early_exit"):
         build_llm(paths["parcae"], BUCKETS, early_exit=True, cache_policy="knorm:64")

@@ -77,8 +77,9 @@ def latest(layer: nn.Module, *cells: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def run_core(model: nn.Module, attentions: list[nn.Module], step: Callable, e: torch.Tensor) -> torch.Tensor:
     """The state [T, D] after at most `model.steps` steps of the core, zero before them. A token leaves after the step
-    that changes its state by a share of less than `model.exit_threshold`. `model.taken`, `model.changes`: how many
-    steps each token took, and by what share each changed it."""
+    that changes its state by a share of less than `model.exit_threshold`; or if `model.reads` is a function, that
+    changes the log-probabilities [T, V] which it makes of the states by a divergence of less. `model.taken`,
+    `model.changes`: how many steps each token took, and how much each changed it."""
     h, left = torch.zeros_like(e), torch.zeros(len(e), dtype=torch.bool)
     model.taken, model.changes = torch.zeros(len(e), dtype=torch.int), []
     for layer in attentions:
@@ -88,6 +89,8 @@ def run_core(model: nn.Module, attentions: list[nn.Module], step: Callable, e: t
             layer.left = left
         new = step(h, e)
         change = (new - h).norm(dim=-1) / new.norm(dim=-1)
+        if model.reads is not None:
+            change = F.kl_div(model.reads(new), model.reads(h), reduction="none", log_target=True).sum(-1)
         model.taken += ~left
         model.changes.append(torch.where(left, torch.nan, change))
         h = torch.where(left[:, None], h, new)
@@ -159,7 +162,7 @@ class SandwichBlock(nn.Module):
 class Huginn(nn.Module):
     def __init__(self, hf: dict[str, Any]):
         super().__init__()
-        self.steps, self.exit_threshold, dim = hf["mean_recurrence"], 0.0, hf["n_embd"]
+        self.steps, self.exit_threshold, self.reads, dim = hf["mean_recurrence"], 0.0, None, hf["n_embd"]
         layers = lambda part: nn.ModuleList(  # noqa: E731
             SandwichBlock(dim, hf["n_heads"], hf["intermediate_size"]) for _ in range(hf[f"n_layers_in_{part}"])
         )
@@ -187,6 +190,11 @@ class Huginn(nn.Module):
         for block in parts["coda"]:
             h = block(h)
         return parts["ln_f"](h) @ parts["wte"].weight.T
+
+    def without_coda(self, h):
+        """Log-probabilities [T, V] of states."""
+        parts = self.transformer
+        return F.log_softmax(parts["ln_f"](parts["ln_f"](h)) @ parts["wte"].weight.T, dim=-1)
 
 
 class ParcaeAttention(nn.Module):
@@ -256,7 +264,7 @@ class Add(nn.Module):
 class Parcae(nn.Module):
     def __init__(self, hf: dict[str, Any]):
         super().__init__()
-        self.steps, self.exit_threshold = hf["mean_recurrence"], 0.0
+        self.steps, self.exit_threshold, self.reads = hf["mean_recurrence"], 0.0, None
         dim, vocab = hf["n_embd"], hf["padded_vocab_size"]
         start = hf["n_layers_in_prelude"]
         stop = start + hf["n_layers_in_recurrent_block"]
@@ -292,6 +300,11 @@ class Parcae(nn.Module):
 
         h = run_core(self, [block.attn for block in parts["core_block"]], step, e)
         return parts["ln_f"](run("coda", self.stop, parts["C"](h))) @ parts["wte"].weight.T
+
+    def without_coda(self, h):
+        """Log-probabilities [T, V] of states."""
+        parts = self.transformer
+        return F.log_softmax(parts["ln_f"](parts["C"](h)) @ parts["wte"].weight.T, dim=-1)
 
 
 def oracle_of(hf: dict[str, Any]) -> Huginn | Parcae:

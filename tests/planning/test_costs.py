@@ -224,11 +224,12 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     assert {c.purpose for c in recorded} <= {*PURPOSES.values(), *branches}
 
 
-def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded():
+@pytest.mark.parametrize("rule", ["change", "kl"])
+def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded(rule):
     """As if none left it."""
     config, shards = config_from_hf(load("parcae-370m")), planned_shards(Parallelism.parse("cp=2,tp=2,dp=2"))
     assert config.loop is not None
-    config = replace(config, loop=replace(config.loop, early_exit=True))
+    config = replace(config, loop=replace(config.loop, early_exit=rule))
     engine = EngineConfig.make("tpu", 16, 2048, shards=shards)
     model = abstract_model(config, "bfloat16", scan=True, shards=shards)
     plan = plan_cache(model, rows=16, max_len=2048, chunk=512, dtype="bfloat16", platform="tpu")
@@ -236,6 +237,20 @@ def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded():
         recorded = record(model, plan, engine, key)
         assert counted(estimate(model, plan, shards, key, engine.backend)) == counted(recorded)
         assert {"whether to go on", "how many steps of the core"} <= {c.purpose for c in recorded}
+        assert ("next-token distributions" in {c.purpose for c in recorded}) == (rule == "kl")
+
+
+def test_steps_of_a_loop_read_the_head_where_tokens_leave_by_it():
+    it = deployed("parcae-370m", "v5e-1", "tp=1")
+    loop = it.config.loop
+    assert loop is not None
+    by_rule = {
+        rule: replace(it, config=replace(it.config, loop=replace(loop, early_exit=rule))) for rule in ("change", "kl")
+    }
+    change, kl = (one.decode(rows=4, live=100) for one in by_rule.values())
+    head = it.config.vocab * it.config.dim
+    assert kl.weight_bytes - change.weight_bytes == loop.steps * 2 * head
+    assert kl.flops - change.flops == loop.steps * 2 * 2 * 4 * head
 
 
 def counted(collectives: Iterable[Collective]) -> Counter[Collective]:
