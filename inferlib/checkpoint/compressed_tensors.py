@@ -97,7 +97,7 @@ class Writer:
         """Write a layer's weights; None: those outside the layers. Raises OSError if that fails."""
         tensors: dict[str, np.ndarray] = {}
         items = {item.weight.name: item for item in self.items}
-        for name, numbers in _taken_apart((items[weight.name], numbers) for weight, numbers in weights):
+        for name, numbers in taken_apart((items[weight.name], numbers) for weight, numbers in weights):
             tensors |= self._tensors(name, numbers)
         file = f"model-{'outside' if block is None else f'layer-{block:04d}'}.safetensors"
         write_safetensors(self.directory / file, tensors)
@@ -175,7 +175,7 @@ def _packed(values: np.ndarray) -> np.ndarray:
     return np.bitwise_or.reduce(codes << shifts, axis=-1).view(np.int32)
 
 
-def _taken_apart(weights: Iterable[tuple[LoadItem, Numbers]]) -> Iterator[tuple[str, Numbers]]:
+def taken_apart(weights: Iterable[tuple[LoadItem, Numbers]]) -> Iterator[tuple[str, Numbers]]:
     """The checkpoint's tensors by name, of weights that may each be a part of one."""
     made: dict[str, list[tuple[np.ndarray, Numbers]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
