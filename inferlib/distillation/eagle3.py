@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from inferlib.checkpoint.eagle3 import head_config, new_head, save_head
 from inferlib.config import ConfigurationError, checked_output, checked_path
 from inferlib.distillation.chains import ChainScore, score
+from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import Data, prepare
 from inferlib.distillation.record import Record, plot
 from inferlib.distillation.settings import DistillSettings
@@ -123,17 +124,11 @@ class Run:
 
     def complete(self) -> ChainScore:
         """Train to the last step, from the last checkpoint on, and measure."""
-        import orbax.checkpoint as ocp  # takes a third of a second
-
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        with ocp.CheckpointManager((self.folder / "checkpoints").absolute(), options=options) as manager:
-            state, begin = self.first_state(), manager.latest_step() or 0
-            if begin:
-                like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-                state = manager.restore(begin, args=ocp.args.StandardRestore(like))
+        with Checkpoints(self.folder / "checkpoints") as checkpoints:
+            state, begin = checkpoints.newest(self.first_state())
 
             def keep(step: int, state: Any) -> None:
-                manager.save(step, args=ocp.args.StandardSave(state))
+                checkpoints.save(step, state)
                 self.save(state)
 
             log = self.folder / "log.jsonl"

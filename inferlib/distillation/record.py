@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Record:
     """The log of a run, `file`, which goes on from a step that it has lines of; a context manager that shows a bar."""
 
-    def __init__(self, file: Path, steps: int, begin: int, *, show: bool):
+    def __init__(self, file: Path, steps: int, begin: int, *, show: bool, title: str = "distilling"):
         self.file, self.begin = file, begin
         self.entries = [entry for entry in read_log(file) if entry["step"] <= begin]
         file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
         columns = (
-            TextColumn("distilling"),
+            TextColumn(title),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[metrics]}"),
@@ -27,17 +27,18 @@ class Record:
             TimeRemainingColumn(),
         )
         self.bar = Progress(*columns, console=Console(stderr=True), disable=not show)
-        self.task = self.bar.add_task("distilling", total=steps, completed=begin, metrics="")
+        self.task = self.bar.add_task(title, total=steps, completed=begin, metrics="")
         self.started = time.perf_counter()
 
     def add(self, step: int, tokens: int, **metrics: Any) -> None:
-        """Add the metrics after a step. tokens: of all steps of this process so far."""
+        """Add the metrics after a step; the bar shows those that are numbers. tokens: of all steps of this process so
+        far."""
         entry = {"step": step, **metrics, "tokens_per_s": round(tokens / (time.perf_counter() - self.started))}
         self.entries.append(entry)
         with self.file.open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
-        text = f"loss {entry['loss']:.3f}  drafts standing {entry['standing']:.2f}  {entry['tokens_per_s']:,} tokens/s"
-        self.bar.update(self.task, completed=step, metrics=text)
+        numbers = [f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, float)]
+        self.bar.update(self.task, completed=step, metrics="  ".join([*numbers, f"{entry['tokens_per_s']:,} tokens/s"]))
 
     def __enter__(self) -> Self:
         self.bar.start()
