@@ -40,7 +40,7 @@ from rich.table import Table
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize, backend_option
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize
 from inferlib.doctor.rates import copy_bandwidth
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
@@ -51,6 +51,7 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
+from inferlib.option_checks import backend_option
 from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet

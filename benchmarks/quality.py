@@ -23,9 +23,9 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib import Evaluation, TextSample, evaluate
-from inferlib.config import KV_CACHE_DTYPES
 from inferlib.model_files import ModelFiles
 from inferlib.models.quantization import QUANTIZATIONS
+from inferlib.option_checks import KV_CACHE_DTYPES
 
 
 def first_tokens(model: str, text: str, count: int, window: int) -> TextSample:

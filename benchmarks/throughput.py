@@ -32,8 +32,9 @@ import jax
 from rich.console import Console
 
 from inferlib import configs
+from inferlib.buckets import Buckets
 from inferlib.cli.trace import service_table
-from inferlib.config import Buckets, DeviceKind, EngineConfig, EngineOptions
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.memory import device_memory, with_memory
 from inferlib.engine.sequence import Sequence as EngineSequence

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from inferlib.async_llm import AsyncLLM, AsyncStream
+    from inferlib.buckets import Buckets
     from inferlib.calibration.calibrate import calibrate
     from inferlib.calibration.fuse import FusionReport, fuse_feed_forwards
     from inferlib.calibration.report import CalibrationReport
-    from inferlib.config import Buckets, EngineConfig, EngineOptions
+    from inferlib.config import EngineConfig, EngineOptions
     from inferlib.conversion import convert
     from inferlib.deploy.compile import CompileResult, compile
     from inferlib.deploy.explain import ModelExplanation, explain
@@ -41,7 +42,7 @@ _MODULES = {
     "BeamSearchOutput": "inferlib.outputs",
     "BeamSearchParams": "inferlib.sampling.beam_search",
     "BeamSearchSequence": "inferlib.outputs",
-    "Buckets": "inferlib.config",
+    "Buckets": "inferlib.buckets",
     "CalibrationReport": "inferlib.calibration.report",
     "CompileResult": "inferlib.deploy.compile",
     "CompletionOutput": "inferlib.outputs",

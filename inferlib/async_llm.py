@@ -12,11 +12,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from inferlib.config import EngineConfig, EngineOptions, brief
+from inferlib.config import EngineConfig, EngineOptions
 from inferlib.engine.feed import Feed, Readers
 from inferlib.engine.pooling import Pooling
 from inferlib.engine.request import Outputs, Request
 from inferlib.llm import LLM, Message, Prompt
+from inferlib.option_checks import brief
 from inferlib.outputs import RequestOutput
 from inferlib.sampling.params import SamplingParams
 

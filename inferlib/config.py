@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import math
-import operator
-import os
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
-import numpy as np
-
+from inferlib.buckets import Buckets, rounded_up
 from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
-from inferlib.ops import int4_cells
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
-from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
+from inferlib.option_checks import (
+    PLATFORMS,
+    ConfigurationError,
+    backend_option,
+    brief,
+    check_backend,
+    check_flag,
+    check_itl,
+    check_kv_cache_dtype,
+    check_page_size,
+    check_snapshots,
+    checked_path,
+    memory_option,
+    policy_option,
+    selection_option,
+    size_option,
+    sparse_option,
+    speculation_option,
+    whole_number,
+    with_option,
+)
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -33,13 +47,6 @@ from inferlib.unrolling import tpu_backend, unrolls
 
 T = TypeVar("T")
 
-DTYPES = ("float32", "bfloat16", "float16")
-PLATFORMS = ("cpu", "gpu", "tpu", "neuron")
-# Quantized types that the cache can store keys and values in.
-# What a cache's values are stored as, by the names that users write.
-KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")} | {"int4": int4_cells.DTYPE}
-# The platform that each kind of kernel runs on; a CPU interprets all of them.
-_RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Rows, and most positions of a sequence, by default. On a CPU, where each row takes its time, they are modest.
 # Elsewhere as many rows as the cache has room for are worth their programs. Where attention reads whole cache buckets,
 # each is a set of programs: then there are fewer rows; see `EngineOptions.resolve`.
@@ -52,12 +59,6 @@ _RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, wh
 STREAMED_ROWS = 16  # of a replica, whose streams get each token by itself; see `EngineConfig.one_step_buckets`
 # Bounds of what would only waste memory, or overflow a compiled program's counters.
 _MOST_STEPS, _MOST_IN_FLIGHT = 1024, 64
-# Operations that the option `backend` can leave to XLA.
-OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xla" in get_args(kind))
-
-
-class ConfigurationError(ValueError):
-    """An engine setting that cannot work."""
 
 
 class PoolSize(NamedTuple):
@@ -101,290 +102,6 @@ class DeviceKind(NamedTuple):
     def of(device: Any) -> DeviceKind:
         """device: a `jax.Device`."""
         return DeviceKind(device.platform, getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind))
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise ConfigurationError if weights cannot have this dtype."""
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
-
-
-def check_page_size(size: Any) -> None:
-    """Raise ConfigurationError unless this is a power of two."""
-    if type(size) is not int or size < 1 or size & (size - 1):
-        raise ConfigurationError(f"page_size must be a power of two, got {brief(size)}")
-
-
-def check_snapshots(count: Any) -> None:
-    """Raise ConfigurationError unless this is a number of snapshots, or None."""
-    if count is not None and (type(count) is not int or count < 0):
-        raise ConfigurationError(
-            f"snapshots is how many rings and states are kept for prompts that begin alike, 0 or more, got "
-            f"{brief(count)}"
-        )
-
-
-def check_kv_cache_dtype(name: str | None) -> None:
-    """Raise ConfigurationError if the cache cannot store keys and values in this type; None is the model's dtype."""
-    if name is not None and (not isinstance(name, str) or name not in KV_CACHE_DTYPES):
-        raise ConfigurationError(
-            f"kv_cache_dtype {name!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}, or leave it out "
-            "for the model's own dtype"
-        )
-
-
-def checked_path(name: str, value: Any) -> Path:
-    """The path that a user gives as the option `name`, its ~ expanded; it need not exist. Raises ConfigurationError for
-    what no file can be called, and where its folder may not be read."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigurationError(f"{name} must be the path of a file or directory, got {value!r}")
-    path = Path(text)
-    try:
-        path = path.expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return path
-    except OSError as error:
-        raise ConfigurationError(f"{name} {brief(text)} cannot be opened: {error.strerror}") from None
-    except (ValueError, RuntimeError) as error:  # characters that paths lack; no home for ~
-        raise ConfigurationError(f"{name} {brief(text)} is not a path: {error}") from None
-    return path
-
-
-def checked_output(name: str, value: Any) -> Path:
-    """`checked_path` of something to write. Raises ConfigurationError if the folder that it is to be in is missing, or
-    may not be written to."""
-    path = checked_path(name, value)
-    folder = path.absolute().parent
-    if not path.name or not folder.is_dir():
-        raise ConfigurationError(f"{name} {brief(str(path))} cannot be created: there is no folder {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{name} {brief(str(path))} cannot be created: {folder} may not be written to")
-    return path
-
-
-def is_list(value: Any) -> bool:
-    """True for lists, tuples, arrays and other iterables, but not for text, bytes and arrays of no dimension."""
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
-
-
-def brief(value: Any) -> str:
-    """A wrong value as a message shows it: on one line, and cut."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def check_backend(backend: Backend, platform: str) -> None:
-    """Raise ConfigurationError if a chosen kernel does not run on the platform."""
-    for name, kernel in vars(backend).items():
-        if platform not in ("cpu", _RUNS_ON.get(kernel, platform)):
-            raise ConfigurationError(
-                f"backend {name}={kernel!r} is a kernel for platform {_RUNS_ON[kernel]!r}, and this is {platform!r}: "
-                f"choose {name}='xla', or leave backend to EngineConfig.make"
-            )
-
-
-_BYTES = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-
-def memory_option(value: Any) -> int | float:
-    """Bytes, or a share in (0, 1] as a float, of an option that may be text, such as "16GiB" or "0.5". Raises
-    ConfigurationError."""
-    number = _number_of_bytes(value)
-    if not _is_size(number) and not (isinstance(number, float) and 0 < number <= 1):
-        raise ConfigurationError(
-            "cache_memory is a number of bytes, a text such as '16GiB', or a share of a device's memory in (0, 1] such "
-            f"as 0.8, got {brief(value)}"
-        )
-    return number
-
-
-def size_option(name: str, value: Any) -> int:
-    """Bytes of an option called `name` that may be text, such as "16GiB". Raises ConfigurationError."""
-    number = _number_of_bytes(value)
-    if not _is_size(number):
-        raise ConfigurationError(f"{name} is a number of bytes, or a text such as '16GiB', got {brief(value)}")
-    return number
-
-
-def _number_of_bytes(value: Any) -> Any:
-    """The number in a text, which is a float if it has a point and no unit; whatever else is given stays."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", value.strip().lower())):
-        number = float(match[1]) * _BYTES.get(match[2], 1)
-        return number if "." in match[1] and not match[2] else int(number)
-    return value
-
-
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-def bytes_option(value: Any) -> int | None:
-    """`memory_option` where no device is known, of which a share could be taken; None stays."""
-    size = None if value is None else memory_option(value)
-    if isinstance(size, float):
-        raise ConfigurationError(f"cache_memory is in bytes here, such as '16GiB', as no device is known: got {size}")
-    return size
-
-
-def speculation_option(value: Any) -> Speculation | None:
-    """See `Speculation.read`. Raises ConfigurationError."""
-    try:
-        return Speculation.read(value)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-
-
-def selection_option(value: Any) -> PageSelection | None:
-    """See `PageSelection.read`. Raises ConfigurationError."""
-    try:
-        return PageSelection.read(value)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-
-
-def sparse_option(value: Any) -> SparsePrefill | None:
-    """See `SparsePrefill.read`. Raises ConfigurationError."""
-    try:
-        return SparsePrefill.read(value)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-
-
-def policy_option(value: Any) -> CachePolicy | None:
-    """See `CachePolicy.read`. Raises ConfigurationError."""
-    try:
-        return CachePolicy.read(value)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-
-
-def backend_option(option: str) -> str:
-    """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
-    if isinstance(option, str) and option in ("auto", "xla"):
-        return option
-    known = [f"{name}=xla" for name in OPERATIONS]
-    parts = {part.strip() for part in option.split(",")} if isinstance(option, str) else {repr(option)}
-    if not parts <= set(known):
-        raise ConfigurationError(
-            f"backend {brief(option)} is neither 'auto' nor 'xla' nor of the form '{','.join(known[:2])}'; operations "
-            f"are {', '.join(OPERATIONS)}"
-        )
-    return "xla" if parts == set(known) else ",".join(part for part in known if part in parts)
-
-
-def with_option(backend: Backend, option: str) -> Backend:
-    """Apply a user's `backend` option to a platform's default. "auto" changes nothing; "xla" leaves all `OPERATIONS` to
-    XLA; "matmul=xla,decode_attention=xla" leaves these.
-
-    A kernel that works with another goes with it: chunk writes with either attention, `expert_mlp` with grouped
-    products if weights are quantised in groups, `qkv_attention`, which includes decode attention, with that. Raises
-    ConfigurationError for any other option.
-    """
-    option = backend_option(option)
-    if option == "auto":
-        return backend
-    names = {part.removesuffix("=xla") for part in option.split(",")} if option != "xla" else set(OPERATIONS)
-    names |= {"qkv_attention"} if "decode_attention" in names else set()
-    return replace(backend, **dict.fromkeys(names, "xla"))
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """The static sizes that programs are compiled for; each tuple is ascending.
-
-    prefill: prompt tokens of a step; a longer prompt takes several steps.
-    batch: rows that decode together.
-    cache: positions that attention reads; the last one is the longest sequence.
-    tile: a step's prompt tokens are tiles of so many, each of one prompt, so that prompts of any lengths share a step.
-        None: a step prefills one chunk of a bucket's size, or several that are as large as the largest together.
-    """
-
-    prefill: tuple[int, ...]
-    batch: tuple[int, ...]
-    cache: tuple[int, ...]
-    tile: int | None = None
-
-    def __post_init__(self):
-        for name in ("prefill", "batch", "cache"):
-            sizes = getattr(self, name)
-            ints = isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes)
-            if not ints or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {brief(sizes)}")
-            object.__setattr__(self, name, tuple(sizes))
-        if self.tile is not None:
-            self._check_tile(self.tile)
-
-    def _check_tile(self, tile: int) -> None:
-        if type(tile) is not int or tile < 1:
-            raise ConfigurationError(f"a tile has a positive number of tokens, got {tile!r}")
-        if odd := [size for size in self.prefill if size > tile and size % tile]:
-            multiples = sorted({rounded_up(size, tile) for size in odd})
-            raise ConfigurationError(
-                f"prefill buckets beyond a tile of {tile} tokens are multiples of it, not {odd}: take {multiples}"
-            )
-
-    @property
-    def tiles(self) -> tuple[tuple[int, int], ...]:
-        """(P, C) for each prefill bucket: P tiles of C tokens."""
-        tile = self.tile or self.prefill[-1]
-        return tuple((max(1, size // tile), min(size, tile)) for size in self.prefill)
-
-    @staticmethod
-    def default(
-        max_batch: int,
-        max_len: int,
-        *,
-        ragged: bool = False,
-        fine: bool = False,
-        multiple: int = 1,
-        tile: int | None = None,
-        most: int | None = None,
-    ) -> Buckets:
-        """Powers of four up to the limits.
-
-        fine: each row of a decode step takes its time: batch buckets are 1, 8, 16, 32, 64, and half as many more again.
-        ragged: attention reads only the positions that a row has, so one cache bucket is enough.
-        multiple: prefill buckets are multiples of it.
-        tile: of prompts that share a step. most: prompt tokens of a step; by default 512, or max_len if that is less.
-        """
-        if max_batch < 1 or max_len < 2:
-            raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
-        tile = tile and min(tile, max_len)
-        first, most = tile or 32, most or min(512, max_len)
-        multiple = math.lcm(multiple, tile or 1)
-        return Buckets(
-            prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(first, max(first, most))})),
-            batch=_fine(max_batch) if fine else _powers(1, max_batch),
-            cache=(max_len,) if ragged else _powers(256, max_len),
-            tile=tile and rounded_up(tile, multiple),
-        )
-
-
-def _powers(first: int, last: int) -> tuple[int, ...]:
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 4
-    return (*sizes, last)
-
-
-def _fine(last: int) -> tuple[int, ...]:
-    sizes, size = {1, 8, 16, 32}, 64
-    while size < last:
-        sizes |= {size, size * 3 // 2}
-        size *= 2
-    return (*sorted(size for size in sizes if size < last), last)
-
-
-def rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def pick(sizes: tuple[int, ...], need: int) -> int:
-    """The smallest bucket that holds `need`; `need` must not exceed the largest."""
-    return next(size for size in sizes if size >= need)
 
 
 @dataclass(frozen=True)
@@ -821,7 +538,7 @@ class EngineOptions:
         self._check_tiers()
         for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _whole(name, getattr(self, name)))
+                object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         for name in ("expert_load", "prefix_caching", "scan", "free_layouts", "cascade"):
             check_flag(name, getattr(self, name), optional=name in ("scan", "free_layouts", "cascade"))
         if not isinstance(self.buckets, Buckets | None):
@@ -844,7 +561,7 @@ class EngineOptions:
         for name, most in (("max_adapters", MOST_SLOTS), ("max_adapter_rank", MOST_RANK)):
             if getattr(self, name) is None:
                 continue
-            object.__setattr__(self, name, size := _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, size := whole_number(name, getattr(self, name)))
             if not 1 <= size <= most:
                 raise ConfigurationError(f"{name} must be 1 to {most}, got {size}")
 
@@ -1070,40 +787,3 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
 
 def _default(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raise ConfigurationError if an option is neither True nor False, nor None where that is `optional`."""
-    if not (isinstance(value, bool) or (optional and value is None)):
-        raise ConfigurationError(f"{name} must be True or False{', or None' if optional else ''}, got {brief(value)}")
-
-
-def check_itl(itl: Any) -> None:
-    """Raise ConfigurationError if this is no target of the time between tokens."""
-    if itl is None:
-        return
-    is_number = isinstance(itl, int | float | np.integer | np.floating) and not isinstance(itl, bool)
-    if not is_number or not 0 < itl < math.inf:
-        raise ConfigurationError(f"itl must be seconds above 0, such as 0.05, got {brief(itl)}")
-
-
-def check_priority(priority: Any) -> None:
-    """Raise ConfigurationError if this is no priority of a request."""
-    is_number = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
-    if not is_number or not math.isfinite(priority):
-        raise ConfigurationError(f"priority must be a finite number, lower ones first, got {brief(priority)}")
-
-
-def check_seed(seed: Any) -> None:
-    """Raise ConfigurationError if this is no seed of an `LLM`."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise ConfigurationError(f"seed must be a whole number in [0, 2**64), got {brief(seed)}")
-
-
-def _whole(name: str, size: Any) -> int:
-    try:
-        if isinstance(size, bool):
-            raise TypeError
-        return operator.index(size)
-    except TypeError:
-        raise ConfigurationError(f"{name} must be a whole number, got {brief(size)}") from None

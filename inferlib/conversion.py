@@ -16,10 +16,10 @@ from jax.experimental import multihost_utils
 from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.load import load_item, plan_load
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import check_dtype, check_flag, checked_output, checked_path
 from inferlib.locks import locked
 from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
+from inferlib.option_checks import check_dtype, check_flag, checked_output, checked_path
 from inferlib.progress import ByteProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards

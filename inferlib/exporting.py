@@ -11,10 +11,10 @@ from inferlib.checkpoint.compressed_tensors import Numbers, Writer, must_fit
 from inferlib.checkpoint.laid_out import LaidOutWeights, read_layer, stored_model
 from inferlib.checkpoint.load import load_items
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import check_flag, checked_output
 from inferlib.conversion import output_directory
 from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
+from inferlib.option_checks import check_flag, checked_output
 from inferlib.progress import CountProgress, on_terminal
 
 

@@ -19,18 +19,7 @@ from inferlib import distributed
 from inferlib.aot.artifacts import Artifacts
 from inferlib.chat import ChatTemplate, checked_kwargs
 from inferlib.checkpoint.adapter import Adapter
-from inferlib.config import (
-    ConfigurationError,
-    EngineConfig,
-    EngineOptions,
-    EngineSettings,
-    brief,
-    check_flag,
-    check_priority,
-    check_seed,
-    checked_path,
-    is_list,
-)
+from inferlib.config import EngineConfig, EngineOptions, EngineSettings
 from inferlib.engine.adapters import AdapterLibrary, AdapterPool, LoadedAdapter, opened_adapters, with_room
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
@@ -45,6 +34,15 @@ from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.models.depth import depth_of
+from inferlib.option_checks import (
+    ConfigurationError,
+    brief,
+    check_flag,
+    check_priority,
+    check_seed,
+    checked_path,
+    is_list,
+)
 from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache

@@ -22,7 +22,6 @@ from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError, TensorSource, read_json
-from inferlib.config import ConfigurationError
 from inferlib.hub import HubName
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ConfigError, ModelConfig
@@ -30,6 +29,7 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.families.common import EARLY_EXIT, LOOP_STEPS
 from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.sharding.shards import Shards

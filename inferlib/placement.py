@@ -16,9 +16,9 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
-from inferlib.config import ConfigurationError
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding.shards import Shards
 
 _MOST_DEVICES, _MOST_SLOTS = 1 << 14, 1 << 16  # of one layer

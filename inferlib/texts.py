@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inferlib.config import ConfigurationError, brief, checked_path, is_list
+from inferlib.option_checks import ConfigurationError, brief, checked_path, is_list
 from inferlib.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from inferlib.chat import ChatTemplate
 from inferlib.checkpoint.gguf_tokenizer import GGUFVocabulary
 from inferlib.checkpoint.source import CheckpointError, read_json, size_of
 from inferlib.checkpoint.tokenizer_file import read_tokenizer, tokenizer_errors
-from inferlib.config import brief
+from inferlib.option_checks import brief
 
 _MOST_ID = (1 << 31) - 1
 _REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not UTF-8

@@ -29,12 +29,14 @@ LEVELS = (
     ("models",),
     (
         *(
+            "buckets",
             "chat",
             "config",
             "distributed",
             "links",
             "locks",
             "messages",
+            "option_checks",
             "outputs",
             "platforms",
             "progress",

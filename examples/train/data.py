@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
-from inferlib.config import ConfigurationError
 from inferlib.distillation.texts import read_texts, rows_of, tokens_of
+from inferlib.option_checks import ConfigurationError
 from inferlib.tokenizer import Tokenizer
 
 BEGIN = "<|text|>"  # stands before every text, and so ends the one before

@@ -25,12 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from examples.train.data import Data, prepare
 from examples.train.model import PRESETS, config_of, first_weights, flops_of, logits_of
 from inferlib.checkpoint.save import save_model
-from inferlib.config import ConfigurationError
 from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import taken
 from inferlib.distillation.record import Record
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.platforms import prepare_jax
 
 HELD_OUT = 64  # rows that the curve's held-out loss is of

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from inferlib.aot.compile import START, file_name
 from inferlib.aot.executables import ExecutableError, loaded
+from inferlib.buckets import Buckets
 from inferlib.checkpoint.source import CheckpointError, read_json
-from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.locks import locked
 from inferlib.models.config import ModelConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inferlib.aot.compile import CompileError, Compilers, check_compiler, compile_programs
-from inferlib.config import Buckets
+from inferlib.buckets import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.planning.costs import StepTime, Work, step_time

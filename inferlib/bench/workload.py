@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 
 # Short words, which most vocabularies have as one token each.
 _TEXT = (

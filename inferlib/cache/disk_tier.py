@@ -26,7 +26,7 @@ import numpy as np
 
 from inferlib.cache.host_memory import as_numpy
 from inferlib.cache.host_tier import KEY_BYTES, Page
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.config import KV_CACHE_DTYPES, ConfigurationError, EngineConfig, PoolSize, rounded_up
+from inferlib.buckets import rounded_up
+from inferlib.config import EngineConfig, PoolSize
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
@@ -30,6 +31,7 @@ from inferlib.models.recurrent import Recurrent
 from inferlib.ops import int4_cells
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
+from inferlib.option_checks import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards

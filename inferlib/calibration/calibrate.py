@@ -17,10 +17,10 @@ from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import CalibrationReport
 from inferlib.calibration.store import opened
 from inferlib.checkpoint.laid_out import write_manifest
-from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
 

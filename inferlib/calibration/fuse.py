@@ -16,12 +16,12 @@ from rich.table import Table
 from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.opened import OriginalWeights, unquantized
 from inferlib.checkpoint.laid_out import quiet, save_weights, stored_model, write_manifest
-from inferlib.config import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.conversion import output_directory
 from inferlib.evaluation.statistics import Mean, Scores
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.ffn_fusion import KEY, fused_config, fused_layers, fused_weights
+from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.tables import Part, Tables
 from inferlib.texts import TextSample

@@ -33,12 +33,12 @@ from inferlib.calibration.smoothing import sites, smooth
 from inferlib.calibration.store import Store
 from inferlib.checkpoint.laid_out import stored_model
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.observed import InputSums
+from inferlib.option_checks import ConfigurationError
 from inferlib.progress import CountProgress
 
 

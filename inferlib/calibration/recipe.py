@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inferlib.config import ConfigurationError, brief
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError, brief
 
 METHODS = ("nearest", "clip", "gptq", "awq", "smoothquant", "hadamard", "lowrank")
 _ROUNDINGS = ("nearest", "clip", "gptq")

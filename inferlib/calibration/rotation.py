@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from inferlib.calibration.layer_weights import LayerParts, Weights, values_of
-from inferlib.config import ConfigurationError
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import ROTATED
 from inferlib.ops.hadamard import hadamard, rotation_matrix
 from inferlib.ops.observed import InputSums
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding import axes
 
 _SEED = 0

@@ -22,9 +22,9 @@ import numpy as np
 from inferlib.checkpoint.assemble import LoadItem
 from inferlib.checkpoint.experts import of_expert
 from inferlib.checkpoint.safetensors import write_safetensors
-from inferlib.config import ConfigurationError
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.ops.quantized import Scheme
+from inferlib.option_checks import ConfigurationError
 
 _SCHEMES = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8)}
 

@@ -21,7 +21,7 @@ import numpy as np
 from einops import rearrange
 
 from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array, size_of
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.tokenizer import Tokenizer
 
 _ALIGNMENT = 32  # of the tensor data in bytes, unless the metadata says otherwise

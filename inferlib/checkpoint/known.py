@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import checked_path
+from inferlib.option_checks import checked_path
 
 
 @dataclass(frozen=True)

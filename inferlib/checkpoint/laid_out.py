@@ -29,11 +29,11 @@ from inferlib.checkpoint.assemble import Heads, expand, heads_of
 from inferlib.checkpoint.load import into_stack
 from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError, read_json
-from inferlib.config import check_dtype
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
+from inferlib.option_checks import check_dtype
 from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.programs.start_functions import run
 from inferlib.progress import ByteProgress

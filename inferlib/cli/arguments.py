@@ -15,7 +15,7 @@ import typer
 from inferlib.cli.output import fail
 
 if TYPE_CHECKING:
-    from inferlib.config import Buckets
+    from inferlib.buckets import Buckets
     from inferlib.deploy.source import ModelSource
 
 

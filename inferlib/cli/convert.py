@@ -46,8 +46,8 @@ def convert(
     import jax
 
     from inferlib.calibration.fuse import fuse_feed_forwards
-    from inferlib.config import ConfigurationError
     from inferlib.conversion import convert
+    from inferlib.option_checks import ConfigurationError
     from inferlib.sharding.mesh import Parallelism
     from inferlib.texts import TextSample
 

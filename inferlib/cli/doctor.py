@@ -34,8 +34,8 @@ def doctor(
     Runs on the first device: minutes on a TPU, a GPU or Trainium; on a CPU a few kernels are interpreted.
     The report holds no paths, host names or user names: send it with an issue. Exits with 1 if anything is wrong.
     """
-    from inferlib.config import checked_output
     from inferlib.doctor.examine import examine
+    from inferlib.option_checks import checked_output
 
     console = Console(stderr=True, force_jupyter=False)
     with user_errors():

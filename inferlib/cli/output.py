@@ -65,7 +65,7 @@ def check_output_file(option: str, path: Path | None) -> None:
     """End the command if a file that it is to write at its end cannot be written. path: None is nothing to write."""
     if path is None:
         return
-    from inferlib.config import checked_output
+    from inferlib.option_checks import checked_output
 
     with user_errors():
         path = checked_output(option, path)

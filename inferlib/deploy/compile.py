@@ -13,16 +13,8 @@ from typing import Any, TypedDict, Unpack
 from inferlib.aot.artifacts import ArtifactWriter
 from inferlib.aot.compile import Compilers, check_compiler, compile_programs, file_name
 from inferlib.aot.neuron import script
+from inferlib.buckets import Buckets
 from inferlib.checkpoint.eagle3 import Eagle3Files
-from inferlib.config import (
-    Buckets,
-    ConfigurationError,
-    brief,
-    bytes_option,
-    check_flag,
-    checked_path,
-    speculation_option,
-)
 from inferlib.configs import load
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.draft_files import LayerFiles, check_tokenizers
@@ -30,6 +22,7 @@ from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.inspection.report_html import page
 from inferlib.inspection.report_text import parts
+from inferlib.option_checks import ConfigurationError, brief, bytes_option, check_flag, checked_path, speculation_option
 from inferlib.placement import ExpertPlacement
 from inferlib.planning.plans import Plan
 from inferlib.programs.deployment import Deployment

@@ -8,26 +8,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from inferlib.buckets import Buckets
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import (
-    DTYPES,
-    Buckets,
-    ConfigurationError,
-    DeviceKind,
-    EngineOptions,
-    PoolSize,
-    brief,
-    bytes_option,
-    check_compacted,
-    check_draft,
-    check_kv_cache_dtype,
-    check_selecting,
-    policy_option,
-    selection_option,
-    speculation_option,
-)
+from inferlib.config import DeviceKind, EngineOptions, PoolSize, check_compacted, check_draft, check_selecting
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
@@ -39,6 +24,16 @@ from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
+from inferlib.option_checks import (
+    DTYPES,
+    ConfigurationError,
+    brief,
+    bytes_option,
+    check_kv_cache_dtype,
+    policy_option,
+    selection_option,
+    speculation_option,
+)
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
 from inferlib.programs.choices import Choices

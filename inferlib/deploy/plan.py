@@ -13,7 +13,12 @@ from rich.markup import escape
 from inferlib.aot.verify import Check, by_compiler, candidates, deployment, programs, verify
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import (
+from inferlib.deploy import plan_text
+from inferlib.deploy.source import ModelSource, model_source
+from inferlib.inspection.outcome import Outcome
+from inferlib.models.families import family_of
+from inferlib.ops.cache_policy import CachePolicy
+from inferlib.option_checks import (
     ConfigurationError,
     brief,
     check_kv_cache_dtype,
@@ -21,11 +26,6 @@ from inferlib.config import (
     policy_option,
     speculation_option,
 )
-from inferlib.deploy import plan_text
-from inferlib.deploy.source import ModelSource, model_source
-from inferlib.inspection.outcome import Outcome
-from inferlib.models.families import family_of
-from inferlib.ops.cache_policy import CachePolicy
 from inferlib.planning import planner
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import Option, PlanError, Ranking, Slo, Workload

@@ -9,11 +9,11 @@ from typing import Any
 
 from inferlib import configs
 from inferlib.checkpoint.load import described_quantization
-from inferlib.config import ConfigurationError, brief
 from inferlib.model_files import ModelFiles, read_config
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError, brief
 from inferlib.progress import on_terminal
 
 

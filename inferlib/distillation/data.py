@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from inferlib.config import ConfigurationError
 from inferlib.distillation.continuations import continue_rows
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of, tokens_of
 from inferlib.model_files import ModelFiles
+from inferlib.option_checks import ConfigurationError
 
 TESTED = 64  # texts that a head is measured on
 _PROMPT = 4  # one of so many tokens of those is the prompt

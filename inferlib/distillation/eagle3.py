@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.eagle3 import head_config, new_head, save_head
-from inferlib.config import ConfigurationError, checked_output, checked_path
 from inferlib.distillation.chains import ChainScore, score
 from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import Data, prepare
@@ -27,6 +26,7 @@ from inferlib.distillation.training import CHAIN, Metrics, Passes, Target, Train
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.eagle3 import abstract_head
+from inferlib.option_checks import ConfigurationError, checked_output, checked_path
 from inferlib.platforms import prepare_jax
 
 _TESTED_AT_ONCE = 8  # rows

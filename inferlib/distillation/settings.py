@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 
 _MOST = 1_000_000_000
 

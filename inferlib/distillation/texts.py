@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from inferlib.tokenizer import Tokenizer
 
 SPLITS = ("train", "held_out")

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from inferlib.config import ConfigurationError
 from inferlib.doctor import installation, kernels, rates, steps
 from inferlib.doctor.findings import DoctorReport, Finding, public
 from inferlib.nki_kernels import verify
+from inferlib.option_checks import ConfigurationError
 from inferlib.platforms import prepare_jax
 
 AREAS = ("installation", "rate", "kernel", "step")

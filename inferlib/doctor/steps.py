@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from inferlib.config import Buckets, DeviceKind, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import DeviceKind, EngineConfig
 from inferlib.configs import load
 from inferlib.doctor.findings import Finding
 from inferlib.engine.engine import Engine

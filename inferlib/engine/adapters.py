@@ -12,10 +12,11 @@ import jax
 
 from inferlib.checkpoint.adapter import Adapter
 from inferlib.checkpoint.adapter_values import AdapterReader, AdapterValues
-from inferlib.config import ConfigurationError, EngineOptions, brief, checked_path
+from inferlib.config import EngineOptions
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.families import family_of
+from inferlib.option_checks import ConfigurationError, brief, checked_path
 from inferlib.programs.adapter_factors import AdapterFactors
 
 T = TypeVar("T")

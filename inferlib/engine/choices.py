@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype, speculation_option
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions
 from inferlib.draft_files import DraftFiles, HeadFiles, LayerFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import brief, check_dtype, speculation_option
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
-from inferlib.config import ConfigurationError
 from inferlib.engine.constraint import Constraint
+from inferlib.option_checks import ConfigurationError
 from inferlib.sampling.structured import StructuredOutputs
 from inferlib.tokenizer import Tokenizer
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from math import prod
 
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.engine.step_times import Shape, StepTimes
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.program import MODES, Mode
 
 log = logging.getLogger(__name__)

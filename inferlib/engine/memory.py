@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from inferlib.cache.plan import CachePlan, plan_cache
-from inferlib.config import ConfigurationError, EngineConfig, EngineOptions
+from inferlib.config import EngineConfig, EngineOptions
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand
 from inferlib.sharding import axes

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 
 Pooling = Literal["last", "mean"]
 

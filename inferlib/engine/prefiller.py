@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
 from inferlib.cache.snapshots import Resumed, Snapshot
-from inferlib.config import ConfigurationError, EngineConfig, brief, is_list
+from inferlib.config import EngineConfig
 from inferlib.engine import transit
 from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.engine import Engine
@@ -36,6 +36,7 @@ from inferlib.engine.places import Leaving
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.thread import EngineThread
+from inferlib.option_checks import ConfigurationError, brief, is_list
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.params import SamplingParams

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from inferlib.buckets import pick
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match
 from inferlib.cache.snapshots import Snapshot, Snapshots
-from inferlib.config import EngineConfig, pick
+from inferlib.config import EngineConfig
 from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.bounded import BoundedCache
 from inferlib.engine.cascade import Cascade

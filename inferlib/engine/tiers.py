@@ -26,7 +26,7 @@ from inferlib.cache.host_tier import HostTier, Page, key_of, nbytes_of, page_key
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
 from inferlib.cache.snapshots import Resumed, Snapshot
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.engine.fetch import Fetch, SourceName
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.fingerprint import fingerprint
@@ -35,6 +35,7 @@ from inferlib.engine.places import Leaving, PlaceTransfer, key_of_snapshot, plac
 from inferlib.engine.sequence import Sequence
 from inferlib.engine.transit import Transit
 from inferlib.models.abstract import AbstractModel
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,12 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
+from inferlib.buckets import Buckets
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import Buckets, ConfigurationError, check_dtype, check_flag, check_kv_cache_dtype
 from inferlib.evaluation.statistics import Mean, Scores
 from inferlib.llm import LLM
 from inferlib.model_files import ModelFiles
+from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, check_kv_cache_dtype
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.tables import Part, Tables
 from inferlib.texts import TextSample

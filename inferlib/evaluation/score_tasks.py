@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from inferlib.buckets import Buckets
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import Buckets, ConfigurationError
 from inferlib.evaluation.statistics import Mean
 from inferlib.evaluation.tasks import TASKS, Question, questions
 from inferlib.llm import LLM
 from inferlib.model_files import ModelFiles
+from inferlib.option_checks import ConfigurationError
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
 from inferlib.tables import Part, Tables

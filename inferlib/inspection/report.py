@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
@@ -26,6 +26,7 @@ from inferlib.models.looped import MATRICES
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.sparse_prefill import BLOCK
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.experts import expert_bytes
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
-from inferlib.config import ConfigurationError, PoolSize, check_kv_cache_dtype
+from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import AttentionSpec, LoopSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
@@ -29,6 +29,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.hadamard import factors_of, operations
 from inferlib.ops.quantized import nbytes
+from inferlib.option_checks import ConfigurationError, check_kv_cache_dtype
 from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate

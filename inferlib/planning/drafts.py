@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferlib.config import ConfigurationError, brief, check_draft
+from inferlib.config import check_draft
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config
+from inferlib.option_checks import ConfigurationError, brief
 from inferlib.speculation.settings import Speculation
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from inferlib import configs
-from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import DeviceKind, EngineConfig
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import Deployed, Memory
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards

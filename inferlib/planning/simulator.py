@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from inferlib.buckets import Buckets
 from inferlib.cache.plan import ONE_DEVICE, CachePlan, plan_cache
-from inferlib.config import Buckets, DeviceKind, EngineConfig, EngineOptions
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.memory import with_memory
 from inferlib.engine.sequence import Sequence as EngineSequence

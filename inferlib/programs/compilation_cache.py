@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from inferlib.config import ConfigurationError, checked_path
+from inferlib.option_checks import ConfigurationError, checked_path
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,18 @@ from typing import Any
 
 from jax.experimental.layout import Layout
 
+from inferlib.buckets import Buckets
 from inferlib.checkpoint.eagle3 import head_config
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import (
-    Buckets,
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
+from inferlib.models.eagle3 import Eagle3Config, abstract_head
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.mtp import abstract_mtp
+from inferlib.models.quantization import Quantization
+from inferlib.option_checks import (
     ConfigurationError,
-    DeviceKind,
-    EngineConfig,
-    EngineOptions,
-    PoolSize,
     backend_option,
     check_dtype,
     policy_option,
@@ -30,12 +33,6 @@ from inferlib.config import (
     sparse_option,
     speculation_option,
 )
-from inferlib.models.abstract import abstract_model
-from inferlib.models.config import ModelConfig
-from inferlib.models.eagle3 import Eagle3Config, abstract_head
-from inferlib.models.families import config_from_hf, family_of
-from inferlib.models.mtp import abstract_mtp
-from inferlib.models.quantization import Quantization
 from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.sharding.mesh import Device, Parallelism, ShardingError, make_mesh
@@ -55,8 +52,8 @@ class Deployment:
     draft: the Hugging Face config of the model that drafts, or the config.json of the EAGLE-3 head; draft_quantization:
     how its weights are stored; draft_embeds: a head embeds tokens itself.
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
-    backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
-    go together.
+    backend: see `inferlib.option_checks.with_option`. Raises ConfigurationError, ShardingError or TargetError if
+    they do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -258,7 +255,13 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
     *("inferlib.speculation", "inferlib.unrolling"),
-    *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
+    *(
+        "inferlib.cache",
+        "inferlib.config",
+        "inferlib.buckets",
+        "inferlib.programs.program_set",
+        "inferlib.programs.program",
+    ),
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
     *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),
     *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.compaction"),

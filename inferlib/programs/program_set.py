@@ -21,9 +21,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.models.config import AttentionSpec
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.choices import Choices
 from inferlib.programs.compaction import Compaction, Keys, compact_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inferlib.config import ConfigurationError, brief
+from inferlib.option_checks import ConfigurationError, brief
 from inferlib.sampling.params import SamplingParams
 
 CHOICES = ("auto", "none")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.sampling.json_schema import check_schema
 
 # Of a schema, an expression, a grammar, or all choices together: what takes more than about 0.1 s to compile.

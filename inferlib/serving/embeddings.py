@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.serving.errors import ApiError
 from inferlib.serving.exchange import Exchange

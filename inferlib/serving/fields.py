@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.serving.errors import ApiError, unsupported
 
 _WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.sampling.params import SamplingParams
 from inferlib.serving.errors import ApiError, unsupported
 from inferlib.serving.fields import Fields

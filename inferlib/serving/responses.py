@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.outputs import RequestOutput
 from inferlib.sampling.params import SamplingParams
 from inferlib.serving.deltas import Content, Delta, Reasoning

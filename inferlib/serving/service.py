@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from inferlib.async_llm import AsyncLLM, AsyncStream
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.outputs import RequestOutput
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sampling.params import SamplingParams

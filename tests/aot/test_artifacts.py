@@ -24,13 +24,13 @@ from inferlib.aot import compile as aot
 from inferlib.aot.artifacts import ArtifactError, Artifacts, ArtifactWriter
 from inferlib.aot.compile import CompileError, check_compiler, compile_programs
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
 from inferlib.deploy.compile import CompileResult
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
 from inferlib.llm import ModelFiles
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sharding.mesh import Parallelism, ShardingError

@@ -23,8 +23,9 @@ from inferlib import LLM, SamplingParams
 from inferlib.aot.artifacts import ArtifactError
 from inferlib.aot.neuron import command, small_ids
 from inferlib.aot.neuron_lint import lint
+from inferlib.buckets import Buckets
 from inferlib.cli import app
-from inferlib.config import Buckets, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf

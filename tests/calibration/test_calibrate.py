@@ -15,9 +15,9 @@ from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.job import Job
 from inferlib.calibration.store import RECORD
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.ops.backend import Backend
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding.mesh import ShardingError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint

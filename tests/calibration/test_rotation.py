@@ -9,10 +9,10 @@ import pytest
 from inferlib.calibration.job import layer_parts
 from inferlib.calibration.rotation import rotate_back, rotate_inputs, rotate_layer, rotation
 from inferlib.calibration.smoothing import smooth
-from inferlib.config import ConfigurationError
 from inferlib.ops.hadamard import rotation_matrix
 from inferlib.ops.observed import InputSums
 from inferlib.ops.quantized import SCHEMES
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.calibration import job_of, logits_of
 from tests.helpers.oracle import make_checkpoint, reference_logits
 

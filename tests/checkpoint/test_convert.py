@@ -27,11 +27,11 @@ from inferlib import LLM, Buckets, SamplingParams, convert
 from inferlib.checkpoint.load import placement
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.locks import locked
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.quantization import QUANTIZATIONS
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError

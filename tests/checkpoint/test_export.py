@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from inferlib import LLM, TextSample, calibrate, export
 from inferlib.checkpoint import compressed_tensors
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.conversion import convert
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
 

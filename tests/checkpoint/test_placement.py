@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from inferlib import LLM, Buckets, SamplingParams, convert
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
+from inferlib.option_checks import ConfigurationError
 from inferlib.placement import ExpertPlacement, balanced, imbalance, read_load, write_load
 from inferlib.sharding.mesh import ShardingError
 from tests.helpers.llms import random_prompts

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
 from inferlib.distillation.data import Data
 from inferlib.distillation.eagle3 import distill_eagle3, open_run
 from inferlib.distillation.record import Record, read_log
@@ -21,6 +20,7 @@ from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import make_model
 
 SMALL = dict(steps=6, batch=8, length=24, unroll=3, draft_vocab=64, warmup=1, save_every=2, log_every=1, devices=1)

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
 from inferlib.doctor import kernels, rates, steps, trials
 from inferlib.doctor.examine import examine
 from inferlib.doctor.findings import DoctorReport, Finding, public
 from inferlib.doctor.installation import chip_of
 from inferlib.doctor.trials import TOLERANCE, Trial
+from inferlib.option_checks import ConfigurationError
 from inferlib.targets import CHIPS
 from inferlib.tuning.kernel_cases.mx_matmul import MxMatmul
 

@@ -16,10 +16,11 @@ from safetensors.numpy import save_file
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.adapters import AdapterSlots
+from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
 from inferlib.planning.recorder import record
 from inferlib.programs.counter import compilations

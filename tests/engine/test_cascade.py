@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import Buckets, SamplingParams, configs
-from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.config import DeviceKind, EngineOptions
 from inferlib.engine.cascade import Prefix, shared_prefixes
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from tests.helpers.llms import build_llm
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from inferlib.cache.disk_tier import DiskTier, Form
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 
 FORMS = (Form((2, 300), np.dtype(ml_dtypes.bfloat16)), Form((2, 30), np.dtype(np.float32)))
 MODEL, OTHER = b"m" * 16, b"o" * 16

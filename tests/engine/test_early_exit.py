@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from inferlib import LLM, AsyncLLM, Buckets, SamplingParams
-from inferlib.config import ConfigurationError
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import ConfigError
 from inferlib.models.early_exit import EarlyExit
 from inferlib.models.exit_rules import Divergence, relative_change
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.sharding.shards import Shards
 from tests.helpers.llms import MAX_LEN, build_llm, new_engine, random_prompts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inferlib import AsyncLLM, Buckets, SamplingParams
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.program_set import UnplannedProgramError
 from tests.helpers.llms import build_llm, random_prompts, reference_hidden
 from tests.helpers.tokenizer import VOCAB

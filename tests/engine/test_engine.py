@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import LLM
-from inferlib.config import Buckets, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status

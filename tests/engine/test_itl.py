@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import ConfigurationError, EngineConfig, EngineOptions
+from inferlib.config import EngineConfig, EngineOptions
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.step_times import StepTimes, full_chunks
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.program_set import planned_keys
 from tests.helpers.llms import build_llm, new_engine, random_prompts

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, EngineOptions, Parallelism, SamplingParams
+from inferlib.buckets import pick, rounded_up
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick, rounded_up
+from inferlib.config import EngineConfig, EngineSettings
 from inferlib.models.config import ConfigError
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding.shards import make_shards
 from tests.helpers.llms import assert_greedy, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, Parallelism, SamplingParams, StructuredOutputs, configs
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from inferlib import Buckets, SamplingParams, configs
 from inferlib.cache.pages import PagePool
 from inferlib.cache.plan import CachePlan
-from inferlib.config import ConfigurationError, DeviceKind, EngineConfig, EngineOptions
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.memory import with_memory
 from inferlib.engine.scheduler import LEAD, Scheduler
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.engines import smallest_model
 from tests.helpers.llms import build_llm, new_engine, random_prompts

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from inferlib.cache.host_tier import page_keys
 from inferlib.cache.prefix_tree import encoded
-from inferlib.config import ConfigurationError
 from inferlib.engine.places import places_of
 from inferlib.engine.tiers import Tiers
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import poison

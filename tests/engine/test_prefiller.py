@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import LLM
-from inferlib.config import ConfigurationError
 from inferlib.engine import transit
 from inferlib.engine.engine import Engine
 from inferlib.engine.prefiller import Prefiller, check_prefilling, prefiller_of
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.sharding.mesh import Parallelism
 from tests.helpers.engines import assert_accounted

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib.aot.compile import environment
-from inferlib.config import Buckets, ConfigurationError, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Status
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.row_changes import Changes, _at_once, _one_by_one
 from inferlib.targets import parse_target
 from tests.helpers.engines import Replicas, assert_accounted, smallest_model

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.llms import build_llm, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB
 

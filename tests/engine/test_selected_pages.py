@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 from benchmarks import long_contexts
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cli import app
-from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.config import DeviceKind, EngineOptions
 from inferlib.deploy.explain import explain
 from inferlib.engine.engine import Engine
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops.int4_cells import decoded_keys
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism

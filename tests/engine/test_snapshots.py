@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams, configs
-from inferlib.config import ConfigurationError, DeviceKind, EngineOptions
+from inferlib.config import DeviceKind, EngineOptions
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism

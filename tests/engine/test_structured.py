@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 
 from inferlib import LLM, AsyncLLM, Buckets, SamplingParams, StructuredOutputs
-from inferlib.config import ConfigurationError
 from inferlib.engine.constraint import Asked, fill
 from inferlib.engine.grammars import Grammars
 from inferlib.engine.scheduler import Scheduler
+from inferlib.option_checks import ConfigurationError
 from inferlib.sampling.structured import StructuredOutputError
 from inferlib.tokenizer import Tokenizer
 from tests.helpers.engines import assert_accounted

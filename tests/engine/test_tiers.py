@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from inferlib import LLM
 from inferlib.cache.host_tier import HostTier, key_of, page_keys
 from inferlib.cache.prefix_tree import PrefixTree, encoded
-from inferlib.config import ConfigurationError
 from inferlib.engine.engine import Engine
 from inferlib.engine.tiers import Tiers, check_tiers
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.sharding.shards import Shards
 from tests.helpers.llms import build_llm, new_engine, random_prompts

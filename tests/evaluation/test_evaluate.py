@@ -13,8 +13,8 @@ from scipy.special import log_softmax, rel_entr, softmax
 
 from inferlib import LLM, TextSample, evaluate
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.evaluation.statistics import Mean, Scores
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
 

@@ -12,11 +12,11 @@ import pytest
 from scipy.special import log_softmax
 
 from inferlib import LLM
-from inferlib.config import ConfigurationError
 from inferlib.evaluation import score_tasks
 from inferlib.evaluation.score_tasks import evaluate_tasks
 from inferlib.evaluation.tasks import TASKS, Question, questions
 from inferlib.model_files import ModelFiles
+from inferlib.option_checks import ConfigurationError
 from inferlib.tokenizer import Tokenizer
 from tests.helpers.cli_model import Commands, error_of, make_model
 

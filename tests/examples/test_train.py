@@ -18,11 +18,11 @@ from examples.train.model import THROUGH, config_of, first_weights, logits_of
 from examples.train.train import Run, Settings, open_run
 from inferlib import Buckets, SamplingParams
 from inferlib.checkpoint.save import save_model
-from inferlib.config import ConfigurationError
 from inferlib.distillation.record import read_log
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.llms import build_llm
 from tests.models.test_parity import one_pass
 

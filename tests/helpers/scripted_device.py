@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 from hypothesis import strategies as st
 
-from inferlib.config import Buckets, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status

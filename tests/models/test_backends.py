@@ -13,7 +13,7 @@ import pytest
 from benchmarks import compile as compile_benchmark
 from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import OPERATIONS, ConfigurationError, DeviceKind, EngineConfig, backend_option
+from inferlib.config import DeviceKind, EngineConfig
 from inferlib.deploy.compile import CompileResult
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
@@ -22,6 +22,7 @@ from inferlib.models.attention_choices import choose_attention
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
+from inferlib.option_checks import OPERATIONS, ConfigurationError, backend_option
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet

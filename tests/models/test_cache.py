@@ -14,11 +14,11 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.plan import plan_cache
-from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.plan import plan_cache
 from inferlib.cli import app
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import Deployed
 from inferlib.planning.explain import explain
 from inferlib.programs.deployment import Deployment

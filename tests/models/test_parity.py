@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from inferlib import LLM
+from inferlib.buckets import Buckets
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
-from inferlib.config import Buckets
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.families import config_from_hf, family_of

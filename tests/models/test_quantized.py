@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 
 from inferlib import LLM, Buckets
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
 from inferlib.conversion import convert
 from inferlib.engine.engine import Engine
 from inferlib.model_files import ModelFiles
@@ -35,6 +34,7 @@ from inferlib.ops.matmul import choose, decode_sized, matmul
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes
 from inferlib.ops.transposed_bytes import transposed
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards, planned_shards

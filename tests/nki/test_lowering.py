@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from inferlib.aot.neuron import nki_kernels
 from inferlib.aot.neuron_lint import lint
-from inferlib.config import Buckets, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
 from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf

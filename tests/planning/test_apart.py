@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from inferlib.config import Buckets, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.planning.apart import SPLITS, simulate_splits
 from inferlib.planning.costs import Deployed

@@ -9,11 +9,11 @@ import pytest
 
 from inferlib import Speculation, Workload, configs, plan
 from inferlib.checkpoint.eagle3 import Eagle3Files
-from inferlib.config import ConfigurationError
 from inferlib.deploy.plan import drafts_option
 from inferlib.deploy.source import model_source
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import Deployed
 from inferlib.planning.draft_layers import DeployedLayer
 from inferlib.planning.drafts import Drafts

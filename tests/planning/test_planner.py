@@ -17,11 +17,11 @@ from inferlib.aot.compile import CompileError
 from inferlib.aot.verify import candidates, deployment
 from inferlib.checkpoint.load import described_quantization
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import step_time
 from inferlib.planning.draft_layers import drafting_seconds
 from inferlib.planning.drafts import Drafts

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import inferlib
 from inferlib import Buckets, Slo, Workload
 from inferlib.cli import app
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.planner import PlanError
 from tests.helpers.wrong_calls import Reached, problems, report
 

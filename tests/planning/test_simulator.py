@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner, Result
 
+from inferlib.buckets import Buckets
 from inferlib.cli import app
-from inferlib.config import Buckets, ConfigurationError, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.configs import load, measurements
 from inferlib.engine import profit
 from inferlib.engine.engine import Engine
@@ -18,6 +19,7 @@ from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.models.families import config_from_hf
+from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.planner import PlanError, rank
 from inferlib.planning.simulator import Device, Simulation, choose, engine_config, mean_workload, simulate

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as of_jax
 
-from inferlib.config import ConfigurationError, EngineConfig, EngineOptions
+from inferlib.config import EngineConfig, EngineOptions
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs import compilation_cache
 from inferlib.programs.compilation_cache import MOST_BYTES, default_folder, use_compile_cache
 from inferlib.programs.counter import compilations

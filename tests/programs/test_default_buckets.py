@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inferlib import configs
-from inferlib.config import Buckets, DeviceKind, EngineConfig, EngineOptions
+from inferlib.buckets import Buckets
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions
 from inferlib.models.families import config_from_hf
 
 

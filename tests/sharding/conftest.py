@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
+from inferlib.buckets import Buckets
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
-from inferlib.config import Buckets, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import AbstractModel, abstract_model

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from inferlib import LLM
-from inferlib.config import Buckets
+from inferlib.buckets import Buckets
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.layers import exchange, moe

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import configs
+from inferlib.buckets import Buckets
 from inferlib.cli import app
-from inferlib.config import Buckets, EngineConfig
+from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.ops.backend import Backend

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from inferlib import configs
-from inferlib.config import Buckets, DeviceKind, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import DeviceKind, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from inferlib import LLM
-from inferlib.config import Buckets, ConfigurationError, EngineConfig
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig
+from inferlib.option_checks import ConfigurationError
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import PRESETS, Rules, preset

@@ -53,8 +53,9 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
 
     from jax.experimental import topologies
 
+    from inferlib.buckets import Buckets
     from inferlib.cache.plan import plan_cache
-    from inferlib.config import Buckets, EngineConfig
+    from inferlib.config import EngineConfig
     from inferlib.models.abstract import abstract_model
     from inferlib.models.families import config_from_hf
     from inferlib.programs.program import ProgramKey

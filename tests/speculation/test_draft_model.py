@@ -14,7 +14,7 @@ import pytest
 
 from inferlib import LLM, Buckets, Speculation, StructuredOutputs
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import before_each_dispatch, poison

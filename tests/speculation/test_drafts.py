@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib.config import Buckets, ConfigurationError, EngineConfig, EngineOptions
+from inferlib.buckets import Buckets
+from inferlib.config import EngineConfig, EngineOptions
 from inferlib.engine.profit import Profit
 from inferlib.engine.sequence import Sequence
+from inferlib.option_checks import ConfigurationError
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import planned_keys
 from inferlib.programs.row_state import RowState

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from inferlib import LLM, Buckets, Speculation, explain
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError
+from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted

@@ -7,7 +7,7 @@ import secrets
 import string
 from typing import Any
 
-from inferlib.config import brief
+from inferlib.option_checks import brief
 from inferlib.serving.errors import ApiError
 
 _LETTERS = string.ascii_letters + string.digits
