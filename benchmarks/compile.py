@@ -27,6 +27,7 @@ from inferlib.aot.compile import compile_programs
 from inferlib.inspection.report import Report
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.models.families.laneformer import LANEFORMER
 from inferlib.models.quantization import Quantization
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -39,6 +40,7 @@ class Case:
     """A deployment whose decode step is compiled, and one prefill for each size of `chunks`.
 
     rows: on all replicas together. cache: positions. chunks: tokens of a chunk. only_experts: quantize nothing else.
+    lanes: the same shapes in so many lanes, whose sums arrive one layer late; 0: a model as published.
     """
 
     config: str
@@ -50,14 +52,19 @@ class Case:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     only_experts: bool = False
+    lanes: int = 0
 
     def __str__(self) -> str:
         weights = f"{self.quantization or 'bfloat16'}{' experts' if self.only_experts else ''}"
         cache = f"{self.cache} {self.kv_cache_dtype or 'bfloat16'}"
-        return f"{self.config} {self.target} {self.parallel} {weights}, {self.rows} rows x {cache}"
+        name = f"{self.config} in {self.lanes} lanes" if self.lanes else self.config
+        return f"{name} {self.target} {self.parallel} {weights}, {self.rows} rows x {cache}"
 
     def deployment(self, backend: str) -> Deployment:
         hf = configs.load(self.config)
+        if self.lanes:
+            architecture = {"architectures": list(LANEFORMER.architectures), "num_lanes": self.lanes}
+            hf |= architecture | {"broadcast_delay": 1, "norm_eps": hf["rms_norm_eps"]}
         quantization = Quantization.named(self.quantization) if self.quantization else None
         if self.only_experts and quantization:
             weights = abstract_model(config_from_hf(hf), "bfloat16").weights
@@ -82,6 +89,7 @@ _EXPERTS: dict[str, Any] = dict(quantization="mxfp4", only_experts=True)
 CASES = (
     Case("llama3-8b", "v5e:2x4", "tp=8", 32),
     Case("llama3-70b", "v6e:2x4", "tp=8", 32),
+    Case("llama3-70b", "v6e:2x4", "tp=8", 32, lanes=8),
     Case("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384),
     Case("deepseek-v2-lite", "v6e-4", "ep=4", 32, 8192, (128, 512)),
     Case("deepseek-v2-lite", "v5e-8", "tp=8", 32, 8192),

@@ -44,7 +44,7 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
             differences[hf["architectures"][0], family_of(hf).name].append(
                 (float(np.abs(one_pass(path, tokens, stacked=True) - expected).max()), expected.std())
             )
-    return differences | looped() | searched()
+    return differences | looped() | lanes() | searched()
 
 
 def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -61,6 +61,20 @@ def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
             error = float(np.abs(one_pass(path, tokens, stacked=True) - expected).max())
             differences[name, family_of(hf).name].append((error, expected.std()))
     return differences
+
+
+def lanes() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """The same of models with lanes."""
+    from inferlib.models.families.laneformer import LANEFORMER
+    from tests.helpers.lanes import CASES, lane_logits, make_lanes
+    from tests.models.test_parity import one_pass
+
+    cases, tokens = [], np.random.default_rng(0).integers(0, 131, 50).astype(np.int32)
+    for hf in track(CASES.values(), "against torch"):
+        with tempfile.TemporaryDirectory() as folder:
+            path, expected = make_lanes(Path(folder), hf), lane_logits(hf, tokens)
+            cases.append((float(np.abs(one_pass(path, tokens, stacked=True) - expected).max()), expected.std()))
+    return {(LANEFORMER.architectures[0], LANEFORMER.name): cases}
 
 
 def searched() -> dict[tuple[str, str], list[tuple[float, float]]]:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from inferlib.models.adapters import Adaptable, AdapterSlots
 from inferlib.models.config import Mixer, ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
+from inferlib.models.lanes import must_multiply
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.looped import EACH_STEP
@@ -293,6 +294,7 @@ def abstract_model(
     group of elements that share a scale.
     """
     layout = Layout(config, shards, expert_slots)
+    must_multiply(layout, quantization, adapted=adapters is not None)
     segments = segments_of(config.layers, scan=scan, loop=config.loop)
     build = lambda: Decoder(layout, segments, jnp.dtype(dtype))  # noqa: E731
     options: dict[str, Any] = dict(quantization=quantization, backend=backend, adapters=adapters)

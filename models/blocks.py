@@ -301,7 +301,7 @@ def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
     """
     if config.norm.kind != "rms" or config.norm.unit_offset or config.residual_scale != 1.0:
         return False
-    if config.loop is not None:  # an injection reads it too
+    if config.loop is not None or config.lanes is not None:  # an injection reads it too; each lane adds other sums
         return False
     return all(
         kind_of_block(layer, config) is PreNormBlock

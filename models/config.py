@@ -421,6 +421,54 @@ class NormedResidual:
 
 
 @dataclass(frozen=True)
+class LaneExchange:
+    """What the lanes of a layer tell each other (see `LaneSpec`).
+
+    adds: what a branch adds to the residual of a lane beside its own sum: those of the other lanes in this layer
+    ("now"), those of the layer `delay` before it ("late"), or nothing ("none"), and then its own is scaled by the root
+    of the number of lanes. sends: a later layer adds the sums of this one.
+    """
+
+    adds: Literal["now", "late", "none"]
+    sends: bool
+
+
+@dataclass(frozen=True)
+class LaneSpec:
+    """Lanes (delayed tensor parallelism, Kog AI 2026: "Laneformer"): `lanes` residuals as wide as the model, each with
+    its run of every layer's heads and feed-forward. The sums of the other lanes arrive `delay` layers late.
+
+    comm: they do arrive. early_comm: the first `delay` layers, for which nothing has arrived, add the sums of all lanes
+    at once, as tensor parallelism does. head: how logits are made of the lanes: of the mean of their norms
+    ("replicate"), of all of them in turn ("lane"), or each lane makes those of its part of the vocabulary
+    ("vocab_parallel"). sum_before_norm: instead, of the norm of their sum. lane_norms: each lane has weights of norms.
+    """
+
+    lanes: int
+    delay: int
+    comm: bool = True
+    early_comm: bool = True
+    head: Literal["replicate", "lane", "vocab_parallel"] = "replicate"
+    sum_before_norm: bool = False
+    lane_norms: bool = False
+
+    def __post_init__(self):
+        _require(self.lanes > 0, f"a model needs at least one lane, got num_lanes={self.lanes}")
+        _require(self.delay > 0, f"sums arrive at least one layer late, got broadcast_delay={self.delay}")
+        _require(
+            not self.sum_before_norm or self.head == "replicate",
+            f"pre_norm_lane_agg leaves one state for all lanes, which lm_head_type={self.head!r} does not take: it "
+            "goes with 'replicate'",
+        )
+
+    def exchange(self, layer: int, layers: int) -> LaneExchange:
+        """That of a layer of a model of so many."""
+        early = layer < self.delay
+        adds = ("now" if self.early_comm else "none") if early else "late" if self.comm else "none"
+        return LaneExchange(adds, sends=self.comm and layer + self.delay < layers)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x))) if there is a feed-forward."""
 
@@ -433,6 +481,7 @@ class LayerSpec:
     normed: NormedResidual | None = None
     laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
     norms_sums: bool = False  # post norms take the sum of branch and residual, and make the next residual (Huginn)
+    exchange: LaneExchange | None = None  # of a model with lanes
 
     def __post_init__(self):
         apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.separate_norms)
@@ -536,6 +585,7 @@ class ModelConfig:
     per_layer: PerLayerSpec | None = None
     streams: int = 1  # parallel residuals, of which layers compute on the first (AltUp, Baykal et al. 2023)
     loop: LoopSpec | None = None
+    lanes: LaneSpec | None = None
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
@@ -546,6 +596,7 @@ class ModelConfig:
         )
         self._require_caches()
         self._require_core()
+        self._require_lanes()
         for layer, after in zip(self.layers, (*self.layers[1:], None), strict=True):
             deferred = isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred
             _require(
@@ -607,3 +658,27 @@ class ModelConfig:
                 cached and isinstance(layer.mlp, MlpSpec),
                 "a loop repeats layers of attention with keys and values of their own and a dense feed-forward",
             )
+
+    def _require_lanes(self) -> None:
+        """Lanes have equal parts of attention and of a gated dense feed-forward, behind norms and without biases."""
+        lanes, exchanges = self.lanes, [layer.exchange for layer in self.layers]
+        expected = [lanes and lanes.exchange(i, len(self.layers)) for i in range(len(self.layers))]
+        _require(exchanges == expected, "the layers of a model with lanes exchange sums as its lanes say")
+        if lanes is None:
+            return
+        simple = self.streams == 1 and self.per_layer is None and self.loop is None and not self.tied
+        simple = simple and not (self.learned_positions or self.head_bias) and self.residual_scale == 1.0
+        _require(simple, "a model with lanes has embeddings, layers and a head of its own, and nothing else")
+        sizes = {"tokens of the vocabulary": self.vocab} if lanes.head == "vocab_parallel" else {}
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            simple = layer == LayerSpec(attention, mlp, exchange=layer.exchange)
+            if not (simple and isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec)):
+                raise ConfigError("layers of lanes have attention and a dense feed-forward, with a norm before each")
+            more = attention.qkv_bias or attention.o_bias or attention.qk_norm or attention.gate or attention.sinks
+            more = more or attention.fused_heads != 2 or attention.value_embedding
+            _require(not more, "attention of lanes has keys and values of its own, without biases, norms or gates")
+            _require(mlp.gated and not (mlp.bias or mlp.sparsity), "feed-forwards of lanes have gates and no biases")
+            sizes |= {"key/value heads": attention.kv_heads, "numbers of the feed-forward": mlp.hidden}
+            for what, size in sizes.items():
+                _require(size % lanes.lanes == 0, f"{size} {what} do not divide over {lanes.lanes} lanes")

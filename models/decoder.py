@@ -15,6 +15,7 @@ from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, kind_of_block, sums_feed_norms
 from inferlib.models.config import ConfigError
 from inferlib.models.depth import Taken
+from inferlib.models.lanes import LaneBlock, LaneEnds, LaneNorm
 from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
@@ -35,10 +36,10 @@ from inferlib.sharding.shards import Shards
 class Forward(NamedTuple):
     """What a pass over T tokens gives.
 
-    hidden [T, D]: the last hidden states, before the final norm. cache: one `LayerCache` per block. mailboxes: see
-    `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with experts, if it is counted.
-    features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it names any. core: steps of a
-    loop's core, if tokens may leave it.
+    hidden [T, D]: the last hidden states, before the final norm; of lanes, see `LaneEnds`. cache: one `LayerCache` per
+    block. mailboxes: see `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with
+    experts, if it is counted. features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it
+    names any. core: steps of a loop's core, if tokens may leave it.
     """
 
     hidden: jax.Array
@@ -69,14 +70,21 @@ class Decoder(nnx.Module):
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
-                block = kind_of_block(spec, config)(spec, layout, dtype)
+                kind = kind_of_block(spec, config) if spec.exchange is None else LaneBlock
+                block = kind(spec, layout, dtype)
                 blocks.append(stacked(block, segment.count) if segment.count > 1 else block)
         self.blocks = nnx.List(blocks)
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if config.loop is not None:
             self.loop = Loop(config.loop, config, self.final_norm, dtype)
+        inputs = config.dim
+        if (lanes := config.lanes) is not None:
+            self.lanes = LaneEnds(lanes, config.dim)
+            inputs *= lanes.lanes if lanes.head == "lane" else 1
+            if lanes.lane_norms and not lanes.sum_before_norm:
+                self.final_norm = LaneNorm(config.norm, lanes.lanes, config.dim, dtype)
         if not config.tied:
-            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
+            self.head = param((inputs, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
         if config.head_bias:
             self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 
@@ -91,7 +99,10 @@ class Decoder(nnx.Module):
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
         _ = ctx.adapters is not None and ctx.mlp_slots
         x, inputs = self.inputs(ctx)
-        residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
+        if self.config.lanes is not None:
+            residual = self.lanes.entered(x, ctx.shards)
+        else:
+            residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
         new, loads, at, traced, core = [], [], 0, {}, None
         features = {0: residual.x}
         for segment in self.segments:
@@ -126,6 +137,8 @@ class Decoder(nnx.Module):
             raise ConfigError(f"{self.config.family} has {self.config.streams} residuals, and features are of one")
         if self.config.loop is not None:
             raise ConfigError(f"{self.config.family} repeats layers, and features are of layers that run once")
+        if self.config.lanes is not None:
+            raise ConfigError(f"{self.config.family} has lanes, and features are of one residual")
         if mailboxes is not None:
             raise ValueError("features are taken from whole sums: run the step without mailboxes")
 
@@ -137,7 +150,9 @@ class Decoder(nnx.Module):
         return self.streams.spread(x, ctx.shards) if self.config.streams > 1 else x, inputs
 
     def outputs(self, residual: Residual, ctx: StepContext) -> jax.Array:
-        """The hidden states [T, D] after the last layer."""
+        """The hidden states [T, D] after the last layer; of lanes, see `LaneEnds`."""
+        if self.config.lanes is not None:
+            return residual.x.reshape(ctx.tokens, -1)
         x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
         return ctx.shards.all_tokens(x, ctx.tokens)
 
@@ -178,6 +193,12 @@ class Decoder(nnx.Module):
         """`logits` as this step computes them."""
         return partial(self.logits, shards=ctx.shards, backend=ctx.backend.matmul)
 
+    def normed(self, hidden: jax.Array, shards: Shards) -> jax.Array:
+        """Hidden states after the final norm [..., D]."""
+        if self.config.lanes is not None:
+            return self.lanes.state(hidden, self.final_norm, shards)
+        return self.final_norm(hidden, shards)
+
     def logits(
         self, x: jax.Array, shards: Shards, backend: str | None = None, *, norm: Norm | None = None
     ) -> jax.Array:
@@ -187,10 +208,13 @@ class Decoder(nnx.Module):
         """
         config, norm = self.config, self.final_norm if norm is None else norm
         with jax.named_scope("head"):
-            y = norm(x, shards)
-            head, transposed = (self.embed, True) if config.tied else (self.head, False)
-            y = y if transposed else norm.for_products(x, y, shards)
-            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)
+            if config.lanes is not None:
+                logits = self.lanes.logits(x, norm, self.head, shards, backend)
+            else:
+                y = norm(x, shards)
+                head, transposed = (self.embed, True) if config.tied else (self.head, False)
+                y = y if transposed else norm.for_products(x, y, shards)
+                logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)
             logits = shards.sum(logits, axes.EMBED)
             if config.head_bias:
                 logits = logits + self.head_bias[...].astype(jnp.float32)

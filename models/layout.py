@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from inferlib.models.config import Mixer, MlaSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.config import LaneSpec, Mixer, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.heads import HeadLayout
 from inferlib.models.recurrent import keeps_state
 from inferlib.sharding import axes
@@ -44,8 +44,28 @@ class Layout:
                 f"rules {self.shards.preset!r} split the model's width or tokens between products, which a loop over "
                 "layers cannot: use tp, cp, helix, dp or dp_attention"
             )
+        if self.config.lanes is not None:
+            self._must_take(self.config.lanes)
         for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
             self._must_divide("value head size", size, axes.HEAD_OUT)
+
+    def _must_take(self, spec: LaneSpec) -> None:
+        """Raise ShardingError for a mesh that cannot have the lanes of a model."""
+        shards, devices = self.shards, self.shards.size(axes.LANES)
+        apart = {shards.mesh_axes(name) for name in (axes.KV_HEADS, axes.MLP, axes.VOCAB)} != {
+            shards.mesh_axes(axes.LANES)
+        }
+        if apart or shards.size(axes.EMBED) > 1 or shards.splits_tokens or shards.mlp_row_shards > 1:
+            raise ShardingError(
+                f"rules {shards.preset!r} split a layer otherwise than {self.config.family}'s lanes do, of which each "
+                "device has some: use tp, cp or dp"
+            )
+        if spec.lanes % devices:
+            able = [n for n in range(1, spec.lanes + 1) if spec.lanes % n == 0]
+            raise ShardingError(
+                f"{spec.lanes} lanes do not divide over {devices} devices of the "
+                f"{' and '.join(shards.mesh_axes(axes.LANES))} axis; they do over {able}"
+            )
 
     def _must_divide(self, what: str, size: int, name: str) -> None:
         count = self.shards.size(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
@@ -39,13 +40,15 @@ class Residual:
     x [T, D]: the residual, or several of them [T, N, D]; where tokens or the width are split, this device's share.
     pending: partial sums of a branch that is still to be added, [T, D] or [S, T, D]; one kernel adds it and norms the
     sum (see `ops.residual_norm`). deferred [T, D]: this device's partial sum of experts, which is summed with the next
-    feed-forward (see `MoeSpec.deferred`). mailboxes: state of the kernel that also sums over devices. lazy: branches
+    feed-forward (see `MoeSpec.deferred`). late: of a model with lanes, what the next layers add (see
+    `inferlib.models.lanes.LateSums`). mailboxes: state of the kernel that also sums over devices. lazy: branches
     are left pending.
     """
 
     x: jax.Array
     pending: jax.Array | None = None
     deferred: jax.Array | None = None
+    late: tuple[Any, ...] = ()
     mailboxes: Mailboxes | None = None
     lazy: bool = field(default=False, metadata={"static": True})
 

@@ -17,6 +17,7 @@ EXPERTS = "experts"  # E: feed-forwards that tokens are routed to
 ROUTES = "routes"  # E: a router's columns, one for each expert
 PER_LAYER = "per_layer"  # P: per-layer embeddings; tables have those of all layers
 STREAMS = "streams"  # N: parallel residuals
+LANES = "lanes"  # L: residuals of which each has its own part of every layer
 ADAPTERS = "adapters"  # S: slots of adapters, which change weights
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages

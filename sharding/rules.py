@@ -69,7 +69,8 @@ _REPLICAS = (
     (axes.ROWS, (DATA, EXPERT)),
     (axes.EXPERTS, EXPERT),
 )
-_TENSOR = (*_REPLICAS, (axes.KV_HEADS, TENSOR), (axes.MLP, TENSOR), (axes.VOCAB, TENSOR))
+_SPLIT = (axes.KV_HEADS, axes.MLP, axes.VOCAB, axes.LANES)
+_TENSOR = (*_REPLICAS, *((name, TENSOR) for name in _SPLIT))
 _BOTH = (SEQUENCE, TENSOR)
 _PRESETS = (
     # Megatron's split (Shoeybi et al. 2019): two all-reduces a layer. KV heads fewer than the devices are copied.

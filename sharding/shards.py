@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import add
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +178,19 @@ class Shards:
         """Collective permutation: send x to the next device along a logical axis, and receive the previous one's."""
         n = self.size(name)
         return lax.ppermute(x, self.mesh_axes(name), [(i, (i + 1) % n) for i in range(n)]) if n > 1 else x
+
+    def sum_of(self, x: jax.Array, name: str, hops: Sequence[int]) -> jax.Array:
+        """Sum x over `hops` other devices along a logical axis, by a collective permutation from each: a TPU makes
+        these while it computes, and waits for an all-reduce.
+
+        The number of each device is this one's with the bits of a hop turned, if the number of devices is a power of
+        two, else this one's less a hop.
+        """
+        n, over = self.size(name), self.mesh_axes(name)
+        sends = (lambda i, hop: (i + hop) % n) if n & (n - 1) else (lambda i, hop: i ^ hop)
+        if not hops:
+            return jnp.zeros_like(x)
+        return reduce(add, (lax.ppermute(x, over, [(i, sends(i, hop)) for i in range(n)]) for hop in hops))
 
     def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
         """Sum partial sums [T, D] over logical axes. If tokens are split, or came from `gather_for_mlp`, each device

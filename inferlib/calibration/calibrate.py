@@ -90,4 +90,9 @@ def _original(files: ModelFiles) -> ModelFiles:
             f"{files.config.family} repeats layers, and a calibration runs each once: leave it out and give `LLM` "
             "quantization, which rounds weights as they are loaded"
         )
+    if files.config.lanes is not None:
+        raise ConfigError(
+            f"{files.config.family} has lanes, and a calibration follows one residual: leave it out and give `LLM` "
+            "quantization, which rounds weights as they are loaded"
+        )
     return unquantized(files, "calibrate")

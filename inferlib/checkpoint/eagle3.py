@@ -142,11 +142,16 @@ def head_config(
 
 
 def must_run_once(target: ModelConfig) -> None:
-    """Raise ConfigError for a target that repeats layers, of which no head is published."""
+    """Raise ConfigError for a target that repeats layers or has lanes, of which no head is published."""
     if target.loop is not None:
         raise ConfigError(
             f"{target.family} repeats layers, and an EAGLE-3 head takes states of layers that run once: draft by "
             "'ngram:3' or by a model"
+        )
+    if target.lanes is not None:
+        raise ConfigError(
+            f"{target.family} has lanes, and an EAGLE-3 head takes states of one residual: draft by 'ngram:3' or by a "
+            "model"
         )
 
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
+from inferlib.checkpoint.lanes import lane_assembly, top_lane_assembly
 from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
@@ -342,6 +343,7 @@ def _needs_no_scales(dtype: np.dtype) -> bool:
 def item_of(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
         made = top_assembly(family.top, model.config, weight.part)
+        made = made if model.config.lanes is None else top_lane_assembly(family.top, model.config, weight.part, made)
         return LoadItem(weight, None, (made.pieces,), family.fused_experts, made.arrange)
     layers = model.layers_of(weight.block)
     spec, per_layer, arrange = model.config.layers[layers[0]], [], None
@@ -355,6 +357,7 @@ def item_of(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadIte
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
             made = layer_assembly(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
+            made = made if model.config.lanes is None else lane_assembly(model.config.lanes, weight.part, made)
             pieces, arrange = made.pieces, made.arrange
         if family.transposed:
             pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)

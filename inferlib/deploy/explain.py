@@ -276,6 +276,7 @@ class ModelExplanation(Tables):
                 for segment in self._model.segments
             ],
             "loop": config.loop and asdict(config.loop),
+            "lanes": config.lanes and asdict(config.lanes),
             "width": config.dim,
             "norm": asdict(config.norm),
             "vocab": config.vocab,

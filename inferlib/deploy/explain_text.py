@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.config import LaneSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.recurrent import Recurrent, keeps_state
 from inferlib.models.segments import Segment
 
@@ -35,6 +35,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
     if (loop := config.loop) is not None:
         each = f"layers {loop.start} to {loop.stop - 1}, {loop.steps} times, with cells of each step"
         table.add_row("loop", f"{each}; {loop.injection} injection")
+    if (lanes := config.lanes) is not None:
+        table.add_row("lanes", lanes_text(lanes))
     table.add_row("width", str(config.dim))
     table.add_row("norm", f"{config.norm.kind}, eps {config.norm.eps:g}")
     if config.per_layer is not None:
@@ -111,6 +113,16 @@ def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
     return f"{segment.count} x ({text})" if segment.count > 1 else text
 
 
+def lanes_text(spec: LaneSpec) -> str:
+    """The lanes of a model and their exchange."""
+    late = f"sums of the others {spec.delay} layer{'s' * (spec.delay > 1)} late" if spec.comm else "without exchange"
+    early = f", the first {spec.delay} at once" if spec.early_comm else ""
+    return f"{spec.lanes}, {late}{early}; {spec.head} head"
+
+
+_ADDED = {"now": "the sums of all lanes", "late": "late sums of other lanes", "none": "no sums of other lanes"}
+
+
 def layer_text(layer: LayerSpec) -> str:
     attention = layer.attention
     if isinstance(attention, Recurrent):
@@ -142,6 +154,9 @@ def layer_text(layer: LayerSpec) -> str:
     parts += ["post-norm" + " of sums" * layer.norms_sums] if layer.post_norm else []
     parts += [f"LAuReL {layer.laurel}"] if layer.laurel else []
     parts += ["parallel"] if layer.parallel else []
+    if (exchange := layer.exchange) is not None:
+        parts += [f"adds {_ADDED[exchange.adds]}"]
+        parts += [] if exchange.sends else ["sends none"]
     return ", ".join(parts)
 
 

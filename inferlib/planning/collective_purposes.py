@@ -6,6 +6,8 @@ from pathlib import Path
 
 from jax.extend.core import JaxprEqn
 
+from inferlib.planning.collectives import LATE_SUMS
+
 # The purpose of a collective by the file, class or function that calls it, if need be with the primitive. The innermost
 # listed caller decides; of its entries, the longest one.
 PURPOSES = {
@@ -28,6 +30,8 @@ PURPOSES = {
     "exchange ragged_all_to_all": "tokens to experts and back",
     "exchange pmax": "how many rounds",
     "exit_rules.Divergence": "next-token distributions",
+    "lanes.Sums": LATE_SUMS,
+    "lanes.LaneEnds": "head",
     "lightning": "norm of all heads",
     "looped.Loop.steps": "how many steps of the core",
     "mamba2": "norms of groups of heads",
@@ -73,7 +77,7 @@ def purpose_of(eqn: JaxprEqn, scope: str) -> str:
             place = ".".join(names[:length])
             if purpose := PURPOSES.get(f"{place} {primitive}") or PURPOSES.get(place):
                 return purpose
-        if stem in ("blocks", "decoder"):
+        if stem in ("blocks", "decoder", "lanes"):
             return ("input of " if primitive == "all_gather" else "") + branch_of(scope)
         nearest = nearest or (code.co_name if "inferlib" in code.co_filename else "")
     return nearest.replace("_", " ")

@@ -7,6 +7,9 @@ from typing import Literal
 
 from inferlib.programs.program import ProgramKey
 
+# The purpose of permutations whose result a later layer adds: other operations run meanwhile.
+LATE_SUMS = "late sums of lanes"
+
 Kind = Literal[
     "all-reduce",
     "reduce-scatter",

@@ -31,7 +31,7 @@ from inferlib.ops.hadamard import factors_of, operations
 from inferlib.ops.quantized import nbytes
 from inferlib.option_checks import ConfigurationError, check_kv_cache_dtype
 from inferlib.planning import rates
-from inferlib.planning.collectives import Collective
+from inferlib.planning.collectives import LATE_SUMS, Collective
 from inferlib.planning.estimate import estimate
 from inferlib.planning.kernels import (
     Tokens,
@@ -104,7 +104,7 @@ def step_time(work: Work, network: Network) -> StepTime:
 
     Kernels follow one another; in most, memory and compute overlap. A collective waits for its input. If XLA multiplies
     by the weights, the next weights are fetched meanwhile, as many as on-chip memory holds beside the compiler's
-    scratch.
+    scratch. Late sums of lanes arrive while kernels run.
     """
     target = network.target
     parts = work.parts or (Part(PEAK, work.flops, work.nbytes),)
@@ -113,24 +113,27 @@ def step_time(work: Work, network: Network) -> StepTime:
     free = (target.chip.vmem_bytes - target.chip.scratch_bytes) / (target.hbm_bandwidth * ATTAINED.memory)
     fetched = work.fetches_ahead * min(memory, sum(count * min(t, free) for count, t in waits))
     waiting = sum(count * t for count, t in waits)
+    late = sum(c.count * network.seconds(c, ATTAINED) for c in work.collectives if c.purpose == LATE_SUMS)
     ideal = max(work.flops / target.rate("bfloat16"), work.nbytes / target.hbm_bandwidth)
     return StepTime(
         compute,
         memory,
-        waiting,
-        seconds=waiting + max(compute, busy - fetched) + work.small,
+        waiting + late,
+        seconds=waiting + max(compute, busy - fetched, late) + work.small,
         floor=max(ideal, sum(count * t for count, t in _waits(work, network, IDEAL))),
     )
 
 
 def _waits(work: Work, network: Network, efficiency: Efficiency) -> list[tuple[int, float]]:
-    """(count, seconds) of each kind of wait for a collective.
+    """(count, seconds) of each kind of wait for a collective; nothing waits for late sums of lanes.
 
     No weights are used between a reduce-scatter and the all-gather that follows it, so the two are one wait.
     """
     waits, scattered = [], sum(c.count for c in work.collectives if c.kind == "reduce-scatter")
     pairs = 0.0
     for c in work.collectives:
+        if c.purpose == LATE_SUMS:
+            continue
         if scattered and c.kind in ("reduce-scatter", "all-gather"):
             pairs += c.count * network.seconds(c, efficiency)
         else:

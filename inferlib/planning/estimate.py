@@ -14,13 +14,14 @@ import numpy as np
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.models.config import AttentionSpec, LaneExchange, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.exit_rules import blocks_of
+from inferlib.models.lanes import Way
 from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
-from inferlib.planning.collectives import Collective
+from inferlib.planning.collectives import LATE_SUMS, Collective
 from inferlib.programs.product_choices import ring_products
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
@@ -142,6 +143,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         passed_slots = slots if len(layers) > 1 or owner not in passed else 0
         _mixer(ledger, model, layer, block, tokens, key, passed_slots)
         passed |= {owner} if len(layers) == 1 else set()
+        if layer.exchange is not None:
+            _lanes(ledger, layer.exchange, hidden, dtype)
+            continue
         if not layer.parallel:
             ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
         if layer.mlp is not None:
@@ -170,6 +174,17 @@ def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, tokens: int) -> 
     """Operations on a device of the products of a block's layer that hide their collective, by weight."""
     products = ring_products(model, block, tokens, ledger.shards, ledger.backend)
     return Counter({p.part: 2 * tokens * prod(p.shape) for p in products if p.choice.name == "pallas_tpu"})
+
+
+def _lanes(ledger: _Ledger, exchange: LaneExchange, shape: tuple[int, int], dtype) -> None:
+    """The sums [T, D] that the lanes of a layer add at once, or send to later layers."""
+    if exchange.adds == "now":
+        ledger.reduce("attention", (axes.LANES,), shape, dtype)
+        ledger.reduce("feed-forward", (axes.LANES,), shape, dtype)
+    if exchange.sends:
+        hops = sum(len(hops) for steps in Way.of_attention(ledger.shards.size(axes.LANES)) for hops in steps)
+        permute = Collective("collective-permute", LATE_SUMS, "", _nbytes(shape, dtype), 2 * hops)
+        ledger.add(permute, (axes.LANES,))
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:
@@ -320,5 +335,11 @@ def _over_stripes(
 def _head(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:
     """The logits of `tokens` tokens."""
     _norm(ledger, model, tokens)
+    if (lanes := model.config.lanes) is not None:
+        width = model.config.dim
+        if lanes.head == "lane":
+            ledger.gather("head", (axes.LANES,), (tokens, lanes.lanes * width), model.dtype)
+        elif lanes.head == "replicate":
+            ledger.reduce("head", (axes.LANES,), (tokens, width), model.dtype)
     vocab = model.layout.vocab // ledger.shards.size(axes.VOCAB)
     ledger.reduce("logits", (axes.EMBED,), (tokens, vocab), np.float32)

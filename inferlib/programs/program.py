@@ -793,9 +793,9 @@ class _Maker:
         """Of hidden states [P, C, D] after the final norm, the sum over each chunk's tokens and the last one's:
         float32 [P, 2, D]. valid [P, C] bool: what is no padding."""
         shards = self.config.shards
-        every = decoder.final_norm(chunks, shards).astype(jnp.float32)
+        every = decoder.normed(chunks, shards).astype(jnp.float32)
         total = shards.sum(jnp.where(valid[..., None], every, 0).sum(axis=1), axes.TOKENS)
-        last = decoder.final_norm(last_of_chunks(chunks, lengths, shards), shards).astype(jnp.float32)
+        last = decoder.normed(last_of_chunks(chunks, lengths, shards), shards).astype(jnp.float32)
         return jnp.stack([total, last], axis=1)
 
     def admit(

@@ -26,6 +26,7 @@ from inferlib.models.families import (
     hunyuan,
     kimi_linear,
     laguna,
+    laneformer,
     lfm2,
     llama,
     llama4,
@@ -121,6 +122,7 @@ FAMILIES: tuple[Family, ...] = (
     llama4.LLAMA4_TEXT,
     looped.HUGINN,
     looped.PARCAE,
+    laneformer.LANEFORMER,
 )
 
 # Architectures that are not supported, with the first feature that the decoder lacks.
@@ -177,5 +179,8 @@ def _of_text(hf: dict[str, Any], name: str, families: list[Family]) -> Family:
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face config dictionary; raises ConfigError if it is not supported."""
-    config = family_of(hf).config(hf)
+    family = family_of(hf)
+    config = family.config(hf)
+    if config.lanes is None:
+        laneformer.must_sum_at_once(hf, family.name)
     return fused_config(config) if hf.get(FUSED) is True else config

@@ -112,6 +112,11 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """partials: return the output projection's partial sums, [S, T, D]."""
         product: Callable[..., jax.Array] = matmul_partials if partials else ctx.matmul
+        out, cache = self.attended(x, ctx, cache)
+        return product(out, self.o[...], contract=3), cache
+
+    def attended(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """What the output projection takes, [T, K, G, h], and the cache."""
         if self.fuses(ctx, cache):
             out, cache = self.attend_fused(self.project_partially(x, ctx), cache, ctx)
         else:
@@ -119,7 +124,7 @@ class Attention(nnx.Module):
             out, cache = self.attend(q, new, cache, ctx)
         if self.spec.gate is not None:
             out = self.gated(self.spec.gate, out, x, ctx)
-        return product(out, self.o[...], contract=3), cache
+        return out, cache
 
     def fuses(self, ctx: StepContext, cache: LayerCache) -> bool:
         """True if one kernel takes the step's decode rows from their projections on."""
@@ -185,8 +190,11 @@ class Attention(nnx.Module):
     def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Queries [T, K, G, h], normed, rotated and scaled by temperature; and the cells to be cached, [T, K, h] each:
         keys, normed and rotated, and values."""
+        return self.finished(ctx.shards.sum(ctx.matmul(x, self.qkv[...]), axes.EMBED), x, ctx)
+
+    def finished(self, qkv: jax.Array, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The same from what the fused matrix makes of x, [T, K, G + 2, h]."""
         spec, g = self.spec, self.layout.queries
-        qkv = ctx.shards.sum(ctx.matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm

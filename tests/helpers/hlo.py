@@ -71,7 +71,8 @@ def _over(members: str, kind: str, groups: dict, mesh: Mesh) -> tuple[str, int]:
 
 
 def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
-    """The mesh axes of each way to group devices: (whether by pairs of a ring, the groups or pairs) -> axes."""
+    """The mesh axes of each way to group devices: (whether by pairs, of a ring or of numbers that differ in bits, the
+    groups or pairs) -> axes."""
     result, used = {}, [axis for axis, size in mesh.shape.items() if size > 1]
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     for count in range(1, len(used) + 1):
@@ -79,9 +80,17 @@ def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
             at = [mesh.axis_names.index(axis) for axis in axes]
             members = np.moveaxis(places, at, range(-count, 0)).reshape(-1, prod(mesh.shape[axis] for axis in axes))
             pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=-1).reshape(-1, 2)
-            for by_pairs, rows in ((False, members), (True, pairs)):
-                result[by_pairs, frozenset(frozenset(row) for row in rows.tolist())] = "+".join(axes)
+            size = members.shape[1]
+            swaps = [pairs_by_bits(members, bits) for bits in range(1, size)] if size in (2, 4, 8) else []
+            for by_pairs, rows in ((False, members), (True, pairs), *((True, swap) for swap in swaps)):
+                result.setdefault((by_pairs, frozenset(frozenset(row) for row in rows.tolist())), "+".join(axes))
     return result
+
+
+def pairs_by_bits(members: np.ndarray, bits: int) -> np.ndarray:
+    """Of each row of devices, the pairs [., 2] whose numbers differ in these bits."""
+    partner = np.arange(members.shape[1]) ^ bits
+    return np.stack([members, members[:, partner]], axis=-1).reshape(-1, 2)
 
 
 def promised(programs: ProgramSet, key: ProgramKey) -> Collectives:

@@ -289,7 +289,12 @@ def test_what_a_text_model_says_counts_where_the_whole_says_nothing():
 
 def test_every_family_is_known_by_a_transformers_class():
     known = {name for family in FAMILIES for name in family.architectures}
-    with_code = {"RavenForCausalLM", "Parcae", "DeciLMForCausalLM"}  # published with their code
+    with_code = {
+        "RavenForCausalLM",
+        "Parcae",
+        "DeciLMForCausalLM",
+        "LaneformerTPForCausalLM",
+    }  # published with their code
     assert known == set(MODEL_TYPES.values()) | WITH_TEXT | with_code
     for model_type, architecture in MODEL_TYPES.items():
         config = AutoConfig.for_model(model_type)
