@@ -75,7 +75,7 @@ class Settings:
         return self.learning_rate * min(1.0, (step + 1) / self.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A run of training, in `out`."""
 
@@ -220,7 +220,8 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
         steps = settings.steps or run.steps_in(settings.minutes)
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(asdict(settings) | {"steps": steps}, indent=2) + "\n", encoding="utf-8")
-    return replace(run, settings=replace(settings, steps=steps))
+    run.settings = replace(settings, steps=steps)  # the same run, as it may have compiled its step
+    return run
 
 
 def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
