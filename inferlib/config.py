@@ -227,6 +227,9 @@ class EngineConfig:
             "does not run on Trainium: leave it out": self.platform == "neuron",
             "reads a cache of the model's dtype on TPUs: leave kv_cache_dtype out": quantised,
             "reads other pages of each row, not a prefix that rows share: leave cascade out": self.cascade,
+            "has bases of keys as they are, and kv_cache_dtype int4 rotates them: take int8 or fp8, or quest": (
+                selection.by_bases and self.kv_cache_dtype == "int4"
+            ),
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
@@ -352,6 +355,7 @@ class EngineConfig:
         cache follows, or if `draft`, the model that drafts, cannot do so for this one."""
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
+            check_bases(model, self.attention_pages, drafts=draft is not None)
         if self.sparse_prefill is not None:
             check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
         if self.cache_policy is not None:
@@ -477,7 +481,8 @@ class EngineOptions:
         `Speculation`. Where that pays is measured while requests run. It takes programs of its own. By default off.
     attention_pages: decode steps read only the pages of a row whose keys may matter most to the query, which changes
         results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
-        as many blocks of 16 positions. All cells stay. Prompts, and layers with a window, latents or a state, are
+        as many blocks of 16 positions; "loki:64" likewise, by bases of keys from beside the model, see
+        `measure_key_bases`. All cells stay. Prompts, and layers with a window, latents or a state, are
         computed in full. By default all pages are read.
     sparse_prefill: prompts attend only to the blocks of 128 positions that an estimate lists, which changes results:
         "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
@@ -702,6 +707,22 @@ def check_selecting(model: ModelConfig, option: str) -> None:
         raise ConfigurationError(
             f"{option} is of layers that keep keys and values of all positions, and this model has none, only windows, "
             "latents or states: leave it out"
+        )
+
+
+def check_bases(model: ModelConfig, selection: PageSelection, *, drafts: bool = False) -> None:
+    """Raise ConfigurationError if pages are selected by bases of keys that a model lacks, or one that drafts."""
+    if not selection.by_bases:
+        return
+    if not any(isinstance(layer.attention, AttentionSpec) and layer.attention.key_basis for layer in model.layers):
+        raise ConfigurationError(
+            f"attention_pages {str(selection)!r} needs bases of keys, which `LLM` reads from beside a model: take "
+            "quest here"
+        )
+    if drafts:
+        raise ConfigurationError(
+            f"attention_pages {str(selection)!r} needs bases of keys, and a model that drafts has none: take quest, or "
+            "drafts by ngram"
         )
 
 

@@ -34,6 +34,7 @@ from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.models.depth import depth_of
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.option_checks import (
     ConfigurationError,
     brief,
@@ -42,6 +43,7 @@ from inferlib.option_checks import (
     check_seed,
     checked_path,
     is_list,
+    selection_option,
 )
 from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import prepare_jax
@@ -159,7 +161,7 @@ class LLM:
             if artifacts is not None and decided.speculation is None:
                 decided = replace(decided, speculation=Artifacts.open(artifacts).deployment.speculation)
             files = ModelFiles.open(model, revision, progress=self.progress)
-            files = files.looped(*loop)
+            files = files.looped(*loop).selecting(_selection(decided.attention_pages, artifacts))
             self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, decided, progress=self.progress)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):
@@ -751,6 +753,13 @@ class Stream:
             self.output = request_output(request, self._llm.tokenizer)
         finally:
             self._llm._runner.abandon([request])
+
+
+def _selection(option: PageSelection | str | None, artifacts: str | Path | None) -> PageSelection | None:
+    """How decode steps select pages: as is asked for, or as the programs of artifacts do."""
+    if artifacts is not None and option is None:
+        option = Artifacts.open(artifacts).deployment.attention_pages
+    return selection_option(option)
 
 
 def _artifacts_path(artifacts: Any, channel: distributed.Channel | None, options: EngineOptions) -> Path | None:

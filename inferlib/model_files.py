@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
+from inferlib.checkpoint.key_bases import WithKeyBases, read_key_bases
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
 from inferlib.checkpoint.load import load_weights, shipped_quantization
@@ -28,7 +29,9 @@ from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.families.common import EARLY_EXIT, LOOP_STEPS
 from inferlib.models.ffn_fusion import KEY as FUSED
+from inferlib.models.key_bases import KEY as KEY_BASES
 from inferlib.models.quantization import Quantization
+from inferlib.ops.selected_pages import PageSelection
 from inferlib.option_checks import ConfigurationError
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.adapter_factors import AdapterFactors
@@ -143,6 +146,20 @@ class ModelFiles:
             raise ConfigError(f'early_exit is True, "kl" or False, got {early_exit!r:.100}')
         hf = {**self.hf, **options}
         return replace(self, hf=hf, config=config_from_hf(hf))
+
+    def selecting(self, selection: PageSelection | None) -> ModelFiles:
+        """The same with what decode steps select pages by. Raises CheckpointError if that is not there, and ConfigError
+        for a model that can have none."""
+        if selection is None or not selection.by_bases:
+            return self
+        if isinstance(self.source, LaidOutWeights | QuantizedSource):
+            raise CheckpointError(
+                f"{self.path} is converted or quantised, and loki has bases of keys of original models: take that, or "
+                "quest"
+            )
+        hf = {**self.hf, KEY_BASES: True}
+        source = WithKeyBases(self.source, read_key_bases(self.path))
+        return replace(self, hf=hf, config=config_from_hf(hf), source=source)
 
     def merged(self, adapter: str | Path) -> ModelFiles:
         """The same with an adapter merged into its weights: a directory that PEFT wrote. Raises CheckpointError."""

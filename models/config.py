@@ -132,6 +132,7 @@ class AttentionSpec:
     cache_of: int | None = None  # this layer has no keys and values, and attends to those of that layer (Gemma 3n)
     gate: OutputGate | None = None
     value_embedding: ValueEmbedding | None = None
+    key_basis: int = 0  # leading directions of keys by which pages are selected, see `inferlib.models.key_bases`
 
     def __post_init__(self):
         if not self.value_dim:

@@ -122,7 +122,8 @@ class BlockCache:
     that each cell got beside the cells (see `inferlib.ops.attention_mass`). queries: the shape [R, K, W, G * h], or [L,
     R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
     block: positions of the blocks of which there are summaries beside the cells (see `inferlib.ops.selected_pages`);
-    None: there are none.
+    None: there are none. directions: how many directions of keys these are of (see `inferlib.models.key_bases`); 0: of
+    keys as they are.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -134,6 +135,7 @@ class BlockCache:
     block: int | None = None
     massed: bool = False
     queries: tuple[int, ...] | None = None
+    directions: int = 0
 
     @property
     def paged(self) -> bool:
@@ -182,13 +184,13 @@ class BlockCache:
 
     @property
     def summaries(self) -> tuple[CacheArray, ...]:
-        """[N, n, K, 2 * h] of the n blocks of a page, or [L, N, ...], if there are any."""
+        """[N, n, K, 2 * h] of the n blocks of a page, or [L, N, ...], if there are any; or of directions 2 * d."""
         if self.block is None:
             return ()
         *lead, heads, slots, size = self.shapes[0]
         *names, of_heads, positions, _ = self.axes
         dtype = _SCALES if self.scaled or self.packed else self.dtype
-        shape = (*lead, slots // self.block, heads, 2 * size)
+        shape = (*lead, slots // self.block, heads, 2 * (self.directions or size))
         return (CacheArray(shape, (*names, positions, of_heads, None), dtype, self.block),)
 
     @property
@@ -490,7 +492,7 @@ class _Kind:
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
             block = None if latent or spec.reach is not None else self.summarised(page)
             shapes = tuple((*stack, count, *x) for x in shapes)
-            beside = self.massed, self.queries_of(spec, (*stack, rows))
+            beside = self.massed, self.queries_of(spec, (*stack, rows)), self.directions_of(spec)
             blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside))
         return tuple(blocks)
 
@@ -508,6 +510,11 @@ class _Kind:
         if not self.queries:
             return None
         return (*lead, heads.groups, self.queries, heads.queries * spec.cache_sizes[0])
+
+    def directions_of(self, spec: AttentionSpec | MlaSpec) -> int:
+        """Of keys, by which a layer's blocks are selected; 0: by keys as they are."""
+        by_bases = self.selection is not None and self.selection.by_bases
+        return spec.key_basis if by_bases and isinstance(spec, AttentionSpec) else 0
 
     def summarised(self, page: int) -> int | None:
         """Positions of a block that has a summary; None if none has. Raises ConfigurationError."""

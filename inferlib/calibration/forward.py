@@ -95,12 +95,16 @@ class LayerwiseForward:
             recorded = _added(recorded, self._here(self._run(layer, weights, observed, step)[1]))
         return recorded
 
-    def advance(self, layer: int, weights: Weights) -> None:
-        """Compute the residual after a layer."""
+    def advance(
+        self, layer: int, weights: Weights, read: Callable[[tuple[jax.Array, ...]], None] | None = None
+    ) -> None:
+        """Compute the residual after a layer. read: called with its cache of the windows of each step."""
         for step in range(len(self._steps)):
-            (residual, arrays), _ = self._run(layer, weights, (), step)
+            (residual, arrays), _ = self._run(layer, weights, (), step, keep=read is not None)
             self.residuals[step] = jax.device_get(residual)
-            if arrays:
+            if read is not None:
+                read(arrays)
+            if self._lends(layer):
                 self.lent.setdefault(layer, []).append(jax.device_get(arrays))
 
     def end(self, weights: Weights, observed: Sequence[str]) -> Recorded:
@@ -118,13 +122,16 @@ class LayerwiseForward:
             logits.append(np.asarray(_end(self.model, self._outside(weights, ()), residual, tokens, static)[0]))
         return np.concatenate(logits).reshape(*self.windows.shape, -1)
 
-    def _run(self, layer: int, weights: Weights, observed: Sequence[str], step: int):
+    def _lends(self, layer: int) -> bool:
+        """Whether later layers attend to a layer's cache."""
+        return any(spec.attention.cache_of == layer for spec in self.config.layers)
+
+    def _run(self, layer: int, weights: Weights, observed: Sequence[str], step: int, *, keep: bool = False):
         block, owner = self._decoder.blocks[layer], self.config.layers[layer].attention.cache_of
         graph, state = nnx.split(block)
         state = nnx.map_state(lambda path, p: p.replace(_watched(_part(path), weights, observed)), state)
         cache = self._plan.blocks[layer if owner is None else block_of(self.model.segments, owner)[0]]
-        lends = any(spec.attention.cache_of == layer for spec in self.config.layers)
-        static = self._static(cache, lends)
+        static = self._static(cache, keep or self._lends(layer))
         inputs, borrowed = self.inputs[step], None if owner is None else self.lent[owner][step]
         of_layer = None if inputs is None else inputs[:, layer]
         dealt = self.residuals[step], of_layer, borrowed, self._steps[step]

@@ -61,6 +61,8 @@ def attention_assembly(names: Mapping[str, str], spec: AttentionSpec, parameter:
     # If queries and gates are one tensor, each head's in turn, both parameters read all of it.
     shared = spec.gate is not None and names["attn.gate"] == names["attn.q"]
     match part:
+        case "key_basis":
+            return assembly(Piece(names["attn.key_basis"], (k, h, spec.key_basis)), "k h d -> k h d")
         case "qkv" if parameter == "qkv_bias" and "attn.qk_bias" in names:
             biases = Piece(names["attn.qk_bias"], (2, 1, spec.heads, h))
             return Assembly((biases,), _QueryKeyBiases(_rotary(spec.rope)))

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
+from inferlib.checkpoint.key_bases import name_of
 from inferlib.checkpoint.lanes import lane_assembly, top_lane_assembly
 from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
@@ -380,7 +381,8 @@ def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
             return module.format(layer=layer)
         return (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
 
-    return {part: full(part, module) for part, module in family.layer.items()}
+    names = {part: full(part, module) for part, module in family.layer.items()}
+    return names | {"attn.key_basis": name_of(layer)}
 
 
 def _identity_experts(family: Family, config: ModelConfig) -> Iterator[str]:

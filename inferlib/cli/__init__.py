@@ -1,5 +1,5 @@
 """The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `quantize`,
-`export`, `eval`, `distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
+`key-bases`, `export`, `eval`, `distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -22,6 +22,7 @@ from inferlib.cli.eval import evaluate
 from inferlib.cli.export import export
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.key_bases import key_bases
 from inferlib.cli.place import place
 from inferlib.cli.plan import plan
 from inferlib.cli.quantize import quantize
@@ -73,6 +74,7 @@ app.command()(bench)
 app.command()(info)
 app.command()(convert)
 app.command()(quantize)
+app.command()(key_bases)
 app.command()(export)
 app.command("eval")(evaluate)
 app.command()(distill)

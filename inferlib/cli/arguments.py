@@ -100,7 +100,7 @@ AttentionPages = Annotated[
     str | None,
     typer.Option(
         help="Decode steps read only the pages of a row that may matter most: quest:64 reads 64 pages, quest:64:16 as "
-        "many blocks of 16 positions. It changes results; by default all are read."
+        "many blocks of 16 positions; loki too, see inferlib key-bases. It changes results; by default all are read."
     ),
 ]
 CachePolicy = Annotated[

@@ -20,6 +20,7 @@ from inferlib.models.adapters import AdapterSlots
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import family_of
+from inferlib.models.key_bases import with_key_bases
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
@@ -102,9 +103,7 @@ def explain(
         raise ConfigurationError(f"parallel must be text such as 'tp=4,dp=2', got {brief(parallel)}")
     source = model_source(model, revision)
     recipe, stored = source.config, source.quantization(quantization)
-    length = _length(recipe, max_len)
-    if selection is not None:
-        check_selecting(recipe, f"attention_pages {str(selection)!r}")
+    length, recipe = _length(recipe, max_len), _selecting(recipe, selection)
     policy = _policy(recipe, formats.get("cache_policy"))
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
@@ -125,6 +124,14 @@ def explain(
 def _check_size(name: str, size: Any, least: int) -> None:
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
         raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
+
+
+def _selecting(recipe: ModelConfig, selection: PageSelection | None) -> ModelConfig:
+    """The model with what its steps select pages by. Raises ConfigurationError or ConfigError if it cannot."""
+    if selection is None:
+        return recipe
+    check_selecting(recipe, f"attention_pages {str(selection)!r}")
+    return with_key_bases(recipe) if selection.by_bases else recipe
 
 
 def _policy(model: ModelConfig, value: Any) -> CachePolicy | None:

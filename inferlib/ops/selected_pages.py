@@ -3,7 +3,9 @@
 All cells stay. Beside them the cache has a summary of each block of positions and KV head: the smallest and the largest
 number of its keys in each dimension. From both follows an upper bound of a query's products with all keys of the block,
 and the blocks of the highest bounds are read, with the first and the newest one in any case (Tang et al. 2024, "Quest",
-https://arxiv.org/abs/2406.10774).
+https://arxiv.org/abs/2406.10774). With bases of keys, summaries and bounds are of their leading directions alone: of
+the largest part of each product, from fewer bytes (Singhania et al. 2024, "Loki", https://arxiv.org/abs/2406.02542,
+which ranks single positions so).
 
 Each KV head of a row has its own selection. A block of one head is consecutive in memory, so a pool of pages
 [N, K, S, h] is also a pool of N * K * S / s pages of one head and s positions. In that form the selection is a page
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,7 @@ from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
 
-METHODS = ("quest",)
+METHODS = ("quest", "loki")
 # Up to so many blocks of a row are compared with one another, in a fraction of the time that a TPU takes to sort them.
 _COUNTED = 512
 _TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
@@ -41,8 +43,9 @@ _TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
 class PageSelection:
     """Which part of a row's cache a decode step reads.
 
-    method: "quest". count: blocks of a row and KV head that are read, the first and the newest included. size:
-    positions of a block, a power of two that divides a page; None: a page. Raises ValueError for others.
+    method: "quest", or "loki" by bases of keys. count: blocks of a row and KV head that are read, the first and the
+    newest included. size: positions of a block, a power of two that divides a page; None: a page. Raises ValueError for
+    others.
     """
 
     method: str
@@ -70,8 +73,35 @@ class PageSelection:
         make = lambda x: PageSelection(x[1], int(x[2]), int(x[3]) if x[3] else None)  # noqa: E731
         return read_option(value, PageSelection, _TEXT, make, usage)
 
+    @property
+    def by_bases(self) -> bool:
+        """Whether a model needs bases of keys for it, see `inferlib.models.key_bases`."""
+        return self.method == "loki"
+
     def __str__(self) -> str:
         return ":".join(str(x) for x in (self.method, self.count, self.size) if x is not None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Selector:
+    """How decode rows select blocks. summaries: [N, n, K, 2 * h] of the n blocks of a page, or [L, N, ...]; count:
+    blocks that are read; basis [K, h, d]: the directions that summaries are of, which then have 2 * d numbers."""
+
+    summaries: jax.Array
+    count: int = field(metadata={"static": True})
+    basis: jax.Array | None = None
+
+
+def projected(x: jax.Array, basis: jax.Array | None) -> jax.Array:
+    """x [..., K, G, h] in the directions of a basis [K, h, d], [..., K, G, d]; without one as it is. Numbers behind h,
+    of cells that hold a value too, are left out."""
+    if basis is None:
+        return x
+    dtype = jnp.promote_types(x.dtype, basis.dtype)
+    more: Any = dict(precision=precision_of(dtype), preferred_element_type=jnp.float32)
+    x = x[..., : basis.shape[1]].astype(dtype)
+    return jnp.einsum("...kgh,khd->...kgd", x, basis.astype(dtype), **more)
 
 
 def summary_of(keys: jax.Array) -> jax.Array:
@@ -136,9 +166,11 @@ def write_summaries(
     pages: jax.Array,
     places: jax.Array,
     layer: jax.Array | int | None = None,
+    basis: jax.Array | None = None,
 ) -> jax.Array:
     """The summaries [N, n, K, 2 * h], or [L, N, ...], with those of block places[u] of page pages[u], [U] int32 each,
-    by the keys that are in the cache now; so a summary does not depend on what a page had before.
+    by the keys that are in the cache now; so a summary does not depend on what a page had before. basis: see
+    `Selector`.
 
     keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised; or packed. Pages that do not
     exist are dropped; all are distinct.
@@ -155,6 +187,7 @@ def write_summaries(
     new = decoded_keys(cells(keys[0], 1), summaries.dtype)
     if len(keys) > 1:
         new = new.astype(jnp.float32) * cells(keys[1], 0)[..., None]
+    new = projected(new, basis)
     at = (pages, places) if layer is None else (layer, pages, places)
     return summaries.at[at].set(summary_of(new).astype(summaries.dtype), mode="drop", unique_indices=True)
 
@@ -179,18 +212,17 @@ def choose(q: Shaped, cache: KvCache, size: int, count: int, backend: str, *, ne
 def selected_attention(
     q: jax.Array,
     cache: KvCache,
-    summaries: jax.Array,
+    selector: Selector,
     lengths: jax.Array,
     options: AttentionOptions,
-    count: int,
     *,
     new: NewCells | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array, KvCache]:
-    """`decode_attention` of `count` blocks of each row and KV head, with the same results.
+    """`decode_attention` of as many blocks of each row and KV head as are selected, with the same results.
 
-    q [B, K, G, h] or [B, C, K, G, h]; cache: with a page table, and no window; summaries [N, n, K, 2 * h], n of a page,
-    or [L, N, ...], up to date but for the block that a query stands in. Each of several queries of a row makes a
+    q [B, K, G, h] or [B, C, K, G, h]; cache: with a page table, and no window; selector: with summaries that are up to
+    date but for the block that a query stands in. Each of several queries of a row makes a
     selection of its own, as if it came alone. new: of one query of a row; cells of several are in the cache already.
     Raises ValueError for rows without pages, and for new cells of several queries.
     """
@@ -205,8 +237,8 @@ def selected_attention(
         cache, new = write_new(cache, new, lengths), None
     lengths = jnp.maximum(lengths[:, None] - queries + 1 + jnp.arange(queries, dtype=jnp.int32), 0)
     lengths = jnp.where(of_rows[:, None] > 0, lengths, 0)
-    table, seen = _selection(q, cache, summaries, lengths, count, backend)
-    view = replace(_by_block(cache, cache.k.shape[-2] // summaries.shape[-3]), pages=table)
+    table, seen = _selection(q, cache, selector, lengths, backend)
+    view = replace(_by_block(cache, cache.k.shape[-2] // selector.summaries.shape[-3]), pages=table)
     if new is not None:  # a row's newest block is the last of each of its heads
         cells = [x.reshape(rows * heads, 1, x.shape[-1]) for x in new.cells]
         new = NewCells(cells, None if new.written is None else jnp.repeat(new.written, heads))
@@ -224,11 +256,12 @@ def selected_attention(
 
 
 def _selection(
-    q: jax.Array, cache: KvCache, summaries: jax.Array, lengths: jax.Array, count: int, backend: str
+    q: jax.Array, cache: KvCache, selector: Selector, lengths: jax.Array, backend: str
 ) -> tuple[jax.Array, jax.Array]:
     """The table [B * C * K, count] of pages of one head that queries q [B, C, K, G, h] read, and how many positions of
     these they see. lengths [B, C]: positions of the row that they see."""
-    pages, (rows, queries, heads), (total, _, slots) = _table(cache), q.shape[:3], cache.k.shape[-4:-1]
+    summaries, count, pages = selector.summaries, selector.count, _table(cache)
+    q, (rows, queries, heads), (total, _, slots) = projected(q, selector.basis), q.shape[:3], cache.k.shape[-4:-1]
     size, each = slots // summaries.shape[-3], summaries.shape[-3]
     if backend == "pallas_gpu" and cache.layer is None:
         from inferlib.pallas_kernels.selected_pages_gpu import select_blocks, unsupported

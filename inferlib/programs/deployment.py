@@ -22,6 +22,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.key_bases import KEY as KEY_BASES
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import (
@@ -79,6 +80,8 @@ class Deployment:
     def __post_init__(self):
         selection = selection_option(self.attention_pages)
         object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
+        if selection is not None and selection.by_bases:
+            object.__setattr__(self, "hf", {**self.hf, KEY_BASES: True})
         sparse = sparse_option(self.sparse_prefill)
         object.__setattr__(self, "sparse_prefill", None if sparse is None else str(sparse))
         policy = policy_option(self.cache_policy)

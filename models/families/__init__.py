@@ -52,6 +52,8 @@ from inferlib.models.families import (
 from inferlib.models.families.common import Family, options_of
 from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.ffn_fusion import fused_config
+from inferlib.models.key_bases import KEY as KEY_BASES
+from inferlib.models.key_bases import with_key_bases
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
@@ -183,4 +185,5 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     config = family.config(hf)
     if config.lanes is None:
         laneformer.must_sum_at_once(hf, family.name)
+    config = with_key_bases(config) if hf.get(KEY_BASES) is True else config
     return fused_config(config) if hf.get(FUSED) is True else config

@@ -47,6 +47,7 @@ from inferlib.ops.kv_cache import KvCache, NewCells
 from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
+from inferlib.ops.selected_pages import Selector
 from inferlib.ops.sparse_prefill import SparsePrefill
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -95,6 +96,9 @@ class Attention(nnx.Module):
             self.value_embedding = ValueEmbeddings(spec.value_embedding, k, value, dtype)
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
+        if spec.key_basis:
+            shape = (k, h, spec.key_basis)
+            self.key_basis = param(shape, (axes.KV_HEADS, axes.HEAD_DIM, None), dtype)
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
         neutral = "zeros" if norm.unit_offset else "ones"
@@ -250,9 +254,11 @@ class Attention(nnx.Module):
             q = widened(q, cache.sizes[0])
         if cache.packed:
             q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
+        if self.spec.key_basis and cache.summaries is not None:
+            cache = replace(cache, basis=self.key_basis[...])
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
         out, cache = attend(step, step.plan(cache), new, cache)
-        return out, step.with_queries(step.with_mass(cache))
+        return out, replace(step.with_queries(step.with_mass(cache)), basis=None)
 
 
 @dataclass(frozen=True)
@@ -336,18 +342,18 @@ class GroupedStep:
         cells, shape = cache.keys_and_values(pages=of_rows.pages), (*of_rows.shape, 1)[:2]
         q = jax.ShapeDtypeStruct((*shape, *self.queries.shape[1:]), self.queries.dtype)
         if (selection := self.selection(cache, cells)) is not None:
-            summaries, most = selection
-            size = cache.slots // summaries.shape[-3]
-            return selected_pages.choose(q, cells, size, most, backend, new=new)
+            size = cache.slots // selection.summaries.shape[-3]
+            return selected_pages.choose(q, cells, size, selection.count, backend, new=new)
         # Of one query of a row `program_set` has asked, and says so if it falls back.
         return decode_attention.choose(cells, window, backend, q if several else None, new=new)
 
-    def selection(self, cache: LayerCache, cells: KvCache) -> tuple[jax.Array, int] | None:
-        """The summaries by which decode rows select blocks, and how many; None if they read all."""
+    def selection(self, cache: LayerCache, cells: KvCache) -> Selector | None:
+        """How decode rows select blocks; None if they read all."""
         summaries, count = cache.summaries, self.ctx.selected
         if summaries is None or count is None or cells.columns is None:
             return None
-        return (summaries, count) if selected_pages.selects(cells.columns, summaries, count) else None
+        selects = selected_pages.selects(cells.columns, summaries, count)
+        return Selector(summaries, count, cache.basis) if selects else None
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
         cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
@@ -392,10 +398,7 @@ class GroupedStep:
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
         options, how = self.row_options, {"new": writes, "backend": backend}
         if (selection := self.selection(cache, cells)) is not None:
-            summaries, most = selection
-            attended = selected_pages.selected_attention(
-                queries, cells, summaries, lengths, options, most, new=writes, backend=backend
-            )
+            attended = selected_pages.selected_attention(queries, cells, selection, lengths, options, **how)
         elif ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
             attended = cascade_attention.cascade_attention(queries, cells, lengths, options, ctx.prefixes, **how)
         else:

@@ -79,6 +79,8 @@ class LayerCache:
     left [T] bool: tokens that take no more steps of a loop's core; former: the cells that the core wrote at its last
     step, see `inferlib.models.early_exit`.
 
+    basis [K, h, d]: the directions that summaries are of, while a layer attends; None: those of keys as they are.
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
     devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
     """
@@ -92,6 +94,7 @@ class LayerCache:
     inputs: tuple[jax.Array, ...] = ()
     left: jax.Array | None = None
     former: Former | None = None
+    basis: jax.Array | None = None
 
     @property
     def slots(self) -> int:
@@ -200,7 +203,7 @@ class LayerCache:
         pages = jnp.where((ends >= 0) & (rows < table.shape[0]), pages, none)
         places = jnp.maximum(ends, 0) % self.slots // (self.slots // self.summaries.shape[-3])
         keys = self.arrays[:: len(self.sizes)] if self.scaled else self.arrays[:1]
-        new = write_summaries(self.summaries, keys, pages, places, self.layer)
+        new = write_summaries(self.summaries, keys, pages, places, self.layer, self.basis)
         return replace(self, summaries=new)
 
     def with_mass(

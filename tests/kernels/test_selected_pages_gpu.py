@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache
-from inferlib.ops.selected_pages import selected_attention, selected_blocks, upper_bounds
+from inferlib.ops.selected_pages import Selector, selected_attention, selected_blocks, upper_bounds
 from inferlib.pallas_kernels.selected_pages_gpu import MOST, TILE, select_blocks
 
 PAGES, EACH, HEADS, GROUP, WIDTH, SIZE = 50, 4, 2, 3, 24, 16  # 200 blocks of a row in tiles of 64
@@ -55,8 +55,8 @@ def test_rows_of_more_blocks_are_left_to_xla():
         select_blocks(q, summaries, pages, lengths, size=16, count=2)
 
     def kernels(pages: jax.Array) -> str:
-        attend = partial(selected_attention, options=AttentionOptions(1.0), count=2, backend="pallas_gpu")
-        return str(jax.make_jaxpr(attend)(q, KvCache(cells, cells, pages=pages), summaries, lengths))
+        attend = partial(selected_attention, options=AttentionOptions(1.0), backend="pallas_gpu")
+        return str(jax.make_jaxpr(attend)(q, KvCache(cells, cells, pages=pages), Selector(summaries, 2), lengths))
 
     assert "select_blocks" in kernels(pages[:, :MOST])
     assert "select_blocks" not in kernels(pages)

@@ -13,7 +13,7 @@ import pytest
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells
 from inferlib.ops import selected_pages
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.selected_pages import PageSelection, selected_attention, selects, write_summaries
+from inferlib.ops.selected_pages import PageSelection, Selector, selected_attention, selects, write_summaries
 
 PAGE, COLUMNS, HEADS, GROUP, WIDTH, BLOCK = 32, 5, 2, 2, 16, 16
 COUNT, SCALE = 4, 0.3  # 10 blocks of a row, of which four are read
@@ -23,17 +23,25 @@ LENGTHS = [1, 15, 16, 17, 32, 33, EDGE - 1, EDGE, EDGE + 1, 0, 95, 96, 97, 128, 
 
 
 class Inputs(NamedTuple):
-    """A row's cells in order of their positions, keys and values [B, K, M * S, h]; the cache has NaN elsewhere."""
+    """A row's cells in order of their positions, keys and values [B, K, M * S, h]; the cache has NaN elsewhere. bases
+    [K, h, d]: of what summaries are."""
 
     q: np.ndarray
     rows: tuple[np.ndarray, np.ndarray]
     cache: KvCache
     summaries: jax.Array
     new: NewCells | None
+    bases: np.ndarray
+
+    @property
+    def selector(self) -> Selector:
+        whole = self.bases.shape[2] == WIDTH
+        return Selector(self.summaries, COUNT, None if whole else jnp.asarray(self.bases))
 
 
-def inputs(kind: str, queries: int = 1) -> Inputs:
-    """Rows of LENGTHS. Of a single query the cell is not in the cache yet."""
+def inputs(kind: str, queries: int = 1, directions: int = WIDTH) -> Inputs:
+    """Rows of LENGTHS. Of a single query the cell is not in the cache yet. directions: of the bases, if they are
+    fewer than WIDTH."""
     rng, rows = np.random.default_rng(len(kind)), len(LENGTHS)
     draw = {
         "normal": lambda *shape: rng.normal(size=shape),
@@ -48,24 +56,27 @@ def inputs(kind: str, queries: int = 1) -> Inputs:
     table = rng.permutation(rows * COLUMNS).reshape(rows, COLUMNS).astype(np.int32)
     table[LENGTHS.index(0)] = 1 << 30  # a free row's may be any
     arrays = [np.full((rows * COLUMNS, HEADS, PAGE, WIDTH), np.nan, np.float32) for _ in "kv"]
-    summaries = np.full((rows * COLUMNS, PAGE // BLOCK, HEADS, 2 * WIDTH), np.nan, np.float32)
+    summaries = np.full((rows * COLUMNS, PAGE // BLOCK, HEADS, 2 * directions), np.nan, np.float32)
+    bases = np.stack([np.eye(WIDTH, dtype=np.float32)] * HEADS)
+    if directions < WIDTH:
+        bases = np.linalg.qr(rng.normal(size=bases.shape))[0][..., :directions].astype(np.float32)
     for row, length in enumerate(LENGTHS):
         for p in range(max(length - (queries == 1), 0)):
             page, slot = table[row, p // PAGE], p % PAGE
             arrays[0][page, :, slot], arrays[1][page, :, slot] = k[row, :, p], v[row, :, p]
         for first in range(0, length - BLOCK + 1, BLOCK):
-            keys = k[row, :, first : first + BLOCK]
+            keys = k[row, :, first : first + BLOCK] @ bases
             place = table[row, first // PAGE], first % PAGE // BLOCK
             summaries[place] = np.concatenate([keys.min(1), keys.max(1)], axis=-1)
     last = np.maximum(np.array(LENGTHS) - 1, 0)
     new = NewCells([jnp.asarray(x[np.arange(rows), :, last]) for x in (k, v)]) if queries == 1 else None
     cache = KvCache(*map(jnp.asarray, arrays), pages=jnp.asarray(table), limit=PAGE * COLUMNS)
-    return Inputs(q, (k, v), cache, jnp.asarray(summaries), new)
+    return Inputs(q, (k, v), cache, jnp.asarray(summaries), new, bases)
 
 
 def blocks_by_the_paper(q: np.ndarray, keys: np.ndarray, length: int) -> list[int]:
-    """The blocks that queries [G, h] of one head read of keys [P, h]: the first, the newest, and those whose largest
-    possible product with a query is the highest."""
+    """The blocks that queries [G, h] of one head read of keys [P, h], as they are or in the directions of a basis: the
+    first, the newest, and those whose largest possible product with a query is the highest."""
     newest, bounds = (length - 1) // BLOCK, {}
     for block in range(1, newest):
         cells = keys[block * BLOCK : (block + 1) * BLOCK]
@@ -81,7 +92,8 @@ def by_the_paper(it: Inputs, row: int, head: int, query: int, sinks: np.ndarray 
     if length <= 0:
         return np.zeros((GROUP, WIDTH))
     q, (k, v) = it.q[row, query, head], (x[row, head].astype(np.float64) for x in it.rows)
-    positions = [p for block in blocks_by_the_paper(q, k, length) for p in range(block * BLOCK, (block + 1) * BLOCK)]
+    blocks = blocks_by_the_paper(q @ it.bases[head], k @ it.bases[head], length)
+    positions = [p for block in blocks for p in range(block * BLOCK, (block + 1) * BLOCK)]
     positions = [p for p in positions if p < length]
     logits = SCALE * q @ k[positions].T
     top = logits.max(axis=-1, keepdims=True)
@@ -91,21 +103,22 @@ def by_the_paper(it: Inputs, row: int, head: int, query: int, sinks: np.ndarray 
 
 
 @pytest.mark.parametrize(
-    ("kind", "queries", "backend"),
+    ("kind", "queries", "backend", "directions"),
     [
-        *((kind, 1, "xla") for kind in ("normal", "ties", "outliers", "zeros")),
-        *(("normal", 3, "xla"), ("normal", 1, "pallas_gpu"), ("ties", 3, "pallas_gpu"), ("zeros", 1, "pallas_gpu")),
-        ("ties", 1, "pallas_tpu"),
+        *((kind, 1, "xla", WIDTH) for kind in ("normal", "ties", "outliers", "zeros")),
+        *(("normal", 3, "xla", WIDTH), ("normal", 1, "pallas_gpu", WIDTH), ("ties", 3, "pallas_gpu", WIDTH)),
+        *(("zeros", 1, "pallas_gpu", WIDTH), ("ties", 1, "pallas_tpu", WIDTH)),
+        *(("normal", 1, "xla", 4), ("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
     ],
 )
-def test_reads_what_the_paper_reads(kind, queries, backend):
-    it = inputs(kind, queries)
+def test_reads_what_the_paper_reads(kind, queries, backend, directions):
+    it = inputs(kind, queries, directions)
     sinks = np.random.default_rng(1).normal(size=(HEADS, GROUP)).astype(np.float32) if kind == "normal" else None
     options = AttentionOptions(SCALE, sinks=None if sinks is None else jnp.asarray(sinks))
     q = jnp.asarray(it.q if queries > 1 else it.q[:, 0])
-    attend = partial(selected_attention, options=options, count=COUNT, backend=backend)
+    attend = partial(selected_attention, options=options, backend=backend)
     lengths = jnp.asarray(LENGTHS, jnp.int32)
-    out, lse, cache = jax.jit(lambda *x: attend(*x, new=it.new))(q, it.cache, it.summaries, lengths)
+    out, lse, cache = jax.jit(lambda *x: attend(*x, new=it.new))(q, it.cache, it.selector, lengths)
     out = np.asarray(out).reshape(it.q.shape)
     for row, query, head in np.ndindex(len(LENGTHS), queries, HEADS):
         expected = by_the_paper(it, row, head, query, sinks)
@@ -122,7 +135,7 @@ def test_rows_within_what_is_read_attend_in_full():
     """The same positions in the same order; of longer rows something is left out."""
     it, options, lengths = inputs("normal"), AttentionOptions(SCALE), jnp.asarray(LENGTHS, jnp.int32)
     q = jnp.asarray(it.q[:, 0])
-    out = selected_attention(q, it.cache, it.summaries, lengths, options, COUNT, new=it.new)[0]
+    out = selected_attention(q, it.cache, it.selector, lengths, options, new=it.new)[0]
     full = decode_attention(q, it.cache, lengths, options, new=it.new)[0]
     short = np.array(LENGTHS) <= EDGE
     np.testing.assert_allclose(out[short], full[short], rtol=0, atol=1e-6)
@@ -171,9 +184,20 @@ def test_summaries_are_of_the_cells_alone(layer, scaled):
     np.testing.assert_array_equal(new, expected[1] if layer is None else expected)
 
 
+def test_summaries_in_the_directions_of_bases():
+    """Of cells that hold a value behind the key, too."""
+    rng = np.random.default_rng(0)
+    cells = rng.normal(size=(4, HEADS, PAGE, WIDTH + 3)).astype(np.float32)
+    bases = rng.normal(size=(HEADS, WIDTH, 4)).astype(np.float32)
+    old = jnp.full((4, PAGE // BLOCK, HEADS, 8), jnp.nan)
+    new = write_summaries(old, [jnp.asarray(cells)], jnp.asarray([3]), jnp.asarray([1]), basis=jnp.asarray(bases))
+    keys = cells[3, :, BLOCK:, :WIDTH] @ bases
+    np.testing.assert_allclose(new[3, 1], np.concatenate([keys.min(1), keys.max(1)], axis=-1), rtol=0, atol=1e-5)
+
+
 def test_options():
     assert PageSelection.read(None) is None
-    for text in ("quest:64", "quest:64:16"):
+    for text in ("quest:64", "quest:64:16", "loki:64"):
         assert str(PageSelection.read(text)) == text
         assert PageSelection.read(PageSelection.read(text)) == PageSelection.read(text)
     wrong = {
@@ -188,7 +212,7 @@ def test_options():
             "quest:1:2:3",
             ["quest:2"],
         ],
-        "has the methods quest": ["loki:64"],
+        "has the methods quest, loki": ["sparq:64"],
         "2 pages or more": ["quest:1", "quest:0:16"],
         "a power of two": ["quest:4:24", "quest:4:0"],
     }

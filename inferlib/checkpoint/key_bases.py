@@ -1,0 +1,73 @@
+"""Bases of keys (see `inferlib.models.key_bases`) as tensors of a model, from the file beside it."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.models.key_bases import FILE, KEY
+
+
+def name_of(layer: int) -> str:
+    """The tensor of a layer."""
+    return f"{KEY}.{layer}"
+
+
+def path_of(model: Path) -> Path:
+    """The file of a model: in its directory, or beside its one file."""
+    return model / FILE if model.is_dir() else model.with_name(f"{model.name}.{FILE}")
+
+
+def read_key_bases(model: Path) -> dict[str, np.ndarray]:
+    """The tensors [K, h, d] of a model's file. Raises CheckpointError if it is not there, or damaged."""
+    path = path_of(model)
+    if not path.exists():
+        raise CheckpointError(
+            f"loki selects pages by bases of keys, and there is no {path}: write it by `inferlib key-bases {model} "
+            "--data TEXT.jsonl`, or take quest, which needs none"
+        )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name_of(int(layer)): np.asarray(file[layer]) for layer in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: remove it, and write it again by `inferlib key-bases`") from error
+
+
+def write_key_bases(model: Path, bases: Mapping[int, np.ndarray]) -> Path:
+    """Write the file, whole or not at all; returns its path. Raises OSError."""
+    path = path_of(model)
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        arrays: Any = {str(layer): np.asarray(basis, np.float32) for layer, basis in bases.items()}
+        np.savez(file, **arrays)
+    partial.replace(path)
+    return path
+
+
+class WithKeyBases:
+    """A `TensorSource` with bases of keys beside its tensors."""
+
+    def __init__(self, source: TensorSource, bases: Mapping[str, np.ndarray]):
+        self._source, self._bases = source, bases
+
+    def names(self) -> Iterable[str]:
+        return [*self._source.names(), *self._bases]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._bases[name].shape if name in self._bases else self._source.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._bases[name].dtype if name in self._bases else self._source.dtype(name)
+
+    def nbytes(self, name: str) -> int:
+        return self._bases[name].nbytes if name in self._bases else self._source.nbytes(name)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        if name not in self._bases:
+            return self._source.read(name, rows)
+        return self._bases[name] if rows is None else self._bases[name][rows]
