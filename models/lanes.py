@@ -63,34 +63,41 @@ def lane_norm(config: ModelConfig, dtype) -> Norm:
 Steps = tuple[tuple[int, ...], ...]  # hops of each step, see `Shards.sum_of`
 
 
+# Larger sums are made at once, by an all-reduce: permutations send more bytes, which no layer is long enough to hide.
+MOST_BYTES = 1 << 20
+
+
 class Way(NamedTuple):
     """How the sums of a branch reach all lanes: steps in the layer that makes them, and those in the layer that adds
-    them. Each step adds what other devices have so far."""
+    them. Each step adds what other devices have so far. Without steps, an all-reduce makes them at once."""
 
     first: Steps
     rest: Steps
 
     @staticmethod
-    def of_attention(devices: int) -> Way:
+    def of_attention(devices: int, nbytes: int) -> Way:
         """Pairs of devices tell each other theirs, then each tells the others what its pair has. The first step has
-        little time, that of the feed-forward's last product."""
+        little time, that of the feed-forward's last product. nbytes: of the sums of a lane, [T, D]."""
+        if nbytes > MOST_BYTES:
+            return Way((), ())
         pairs, others = _hops(devices)
         return Way(pairs, others)
 
     @staticmethod
-    def of_mlp(devices: int) -> Way:
+    def of_mlp(devices: int, nbytes: int) -> Way:
         """The other way round: a device tells one of each pair, then pairs tell each other. Here the last step has
         little time."""
-        pairs, others = _hops(devices)
+        pairs, others = Way.of_attention(devices, nbytes)
         return Way(others, pairs) if others else Way(pairs, others)
 
 
 def _hops(devices: int) -> tuple[Steps, Steps]:
     """The hops within pairs of devices, and between pairs. If the number of devices is no power of two, all tell all
-    others at once."""
+    others at once. Beyond four devices a hop to the other one of a pair is shorter in the order of `make_mesh`."""
     if devices & (devices - 1):
         return (tuple(range(1, devices)),), ()
-    return ((1,),) * (devices > 1), (tuple(range(2, devices, 2)),) * (devices > 2)
+    between = tuple(hop + (hop > 2) for hop in range(2, devices, 2))
+    return ((1,),) * (devices > 1), (between,) * (devices > 2)
 
 
 def in_time(shards: Shards, *values: Any) -> tuple[Any, ...]:
@@ -115,10 +122,13 @@ class Sums:
     group: jax.Array
 
     @staticmethod
-    def of(sums: jax.Array) -> Sums:
-        """Before the first step. sums: each lane's [T, N, D]."""
+    def begun(sums: jax.Array, way: Way, shards: Shards) -> Sums:
+        """After the first steps. sums: each lane's [T, N, D]."""
         here = sums.sum(axis=1)
-        return Sums(jnp.zeros_like(sums) if sums.shape[1] == 1 else here[:, None] - sums, here)
+        if shards.size(axes.LANES) > 1 and not way.first:
+            total = shards.sum(here, axes.LANES)
+            return Sums(total[:, None] - sums, total)
+        return Sums(jnp.zeros_like(sums) if sums.shape[1] == 1 else here[:, None] - sums, here).after(way.first, shards)
 
     def after(self, steps: Steps, shards: Shards) -> Sums:
         """After more steps."""
@@ -156,8 +166,8 @@ class LaneBlock(Block):
         self, residual: Residual, ctx: StepContext, cache: LayerCache, *, layer=None, token_inputs=None
     ) -> Output:
         x, shards, late = residual.x, ctx.shards, residual.late
-        devices = shards.size(axes.LANES)
-        of_attention, of_mlp = Way.of_attention(devices), Way.of_mlp(devices)
+        place = shards.size(axes.LANES), x[:, 0].nbytes
+        of_attention, of_mlp = Way.of_attention(*place), Way.of_mlp(*place)
         now = late[0] if self.exchange.adds == "late" else None
         with jax.named_scope("attention"):
             heads, cache = self.attended(x, ctx, cache)
@@ -204,13 +214,13 @@ class LaneBlock(Block):
 
     def begun(self, sums: jax.Array, way: Way, shards: Shards) -> Sums | None:
         """Each lane's sum [T, N, D] on its way to a later layer, if one adds it."""
-        return Sums.of(sums).after(way.first, shards) if self.exchange.sends else None
+        return Sums.begun(sums, way, shards) if self.exchange.sends else None
 
     def added(self, x: jax.Array, sums: jax.Array, arriving: jax.Array | None, shards: Shards) -> jax.Array:
         """The residuals with a branch added. sums: each lane's. arriving: those of other lanes, of an earlier
         layer. All [T, N, D]."""
         if self.exchange.adds == "now":
-            return x + shards.sum(sums.sum(axis=1, keepdims=True), axes.LANES)
+            return x + shards.sum(sums.sum(axis=1), axes.LANES)[:, None]
         if arriving is not None:
             return x + sums + arriving
         return x + sums * jnp.asarray(self.lanes.lanes**0.5, sums.dtype)

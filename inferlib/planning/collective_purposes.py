@@ -30,7 +30,7 @@ PURPOSES = {
     "exchange ragged_all_to_all": "tokens to experts and back",
     "exchange pmax": "how many rounds",
     "exit_rules.Divergence": "next-token distributions",
-    "lanes.Sums": LATE_SUMS,
+    "lanes.Sums ppermute": LATE_SUMS,
     "lanes.LaneEnds": "head",
     "lightning": "norm of all heads",
     "looped.Loop.steps": "how many steps of the core",

@@ -178,13 +178,14 @@ def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, tokens: int) -> 
 
 def _lanes(ledger: _Ledger, exchange: LaneExchange, shape: tuple[int, int], dtype) -> None:
     """The sums [T, D] that the lanes of a layer add at once, or send to later layers."""
-    if exchange.adds == "now":
+    nbytes = _nbytes(shape, dtype)
+    way = Way.of_attention(ledger.shards.size(axes.LANES), nbytes)
+    if exchange.adds == "now" or (exchange.sends and not way.first):
         ledger.reduce("attention", (axes.LANES,), shape, dtype)
         ledger.reduce("feed-forward", (axes.LANES,), shape, dtype)
     if exchange.sends:
-        hops = sum(len(hops) for steps in Way.of_attention(ledger.shards.size(axes.LANES)) for hops in steps)
-        permute = Collective("collective-permute", LATE_SUMS, "", _nbytes(shape, dtype), 2 * hops)
-        ledger.add(permute, (axes.LANES,))
+        hops = sum(len(hops) for steps in way for hops in steps)
+        ledger.add(Collective("collective-permute", LATE_SUMS, "", nbytes, 2 * hops), (axes.LANES,))
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:

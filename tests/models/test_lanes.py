@@ -16,6 +16,7 @@ from inferlib.checkpoint.eagle3 import new_head
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import EngineConfig
 from inferlib.model_files import ModelFiles
+from inferlib.models import lanes
 from inferlib.models.abstract import abstract_model
 from inferlib.models.adapters import AdapterSlots
 from inferlib.models.config import ConfigError
@@ -101,6 +102,18 @@ def test_meshes_give_the_same(name, parallel, paths):
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
     programs = llm.engine.programs
     assert_collectives_equal(programs, ProgramKey("greedy", programs.config.rows, MAX_LEN, steps=1))
+
+
+@pytest.mark.slow
+def test_large_sums_are_made_at_once(paths, monkeypatch):
+    """As those of long chunks are; here all of them."""
+    monkeypatch.setattr(lanes, "MOST_BYTES", 0)
+    test_meshes_give_the_same("nothing early", "tp=4", paths)
+    test_meshes_give_the_same("delay 1", "tp=2", paths)
+    for name in ("delay 2", "nothing early"):
+        recorded, estimated = collectives(config_from_hf(CASES[name]), "tp=4")
+        assert Counter(estimated) == Counter(recorded)
+        assert "collective-permute" not in {c.kind for c in recorded}
 
 
 @pytest.mark.slow
