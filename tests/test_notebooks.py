@@ -48,6 +48,9 @@ LESS = {
         "max_tokens=12": "max_tokens=3",
         "first_tokens(forget=False)  # everything has run once\n": "",
     },
+    "14_long_contexts": {
+        '"quest": (64, 128), "keydiff": (128, 256), "h2o": (256,), "snapkv": (256,)': '"quest": (64,)',
+    },
     # GPTQ runs on single matrices before.
     "13_where_four_bits_hurt": {
         "tokens=1536": "tokens=512",
