@@ -27,6 +27,7 @@ from inferlib.ops import prefill_attention
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 TILE = 512
+LISTS = "xattention:1,xattention:0.9,xattention:0.9:0.5,sample:1,sample:0.9,sample:0.9:0.5,mean:1,mean:0.9"
 
 
 class Row(NamedTuple):
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--lists", default="xattention:1,xattention:0.9,xattention:0.9:0.5,mean:1,mean:0.9")
+    parser.add_argument("--lists", default=LISTS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

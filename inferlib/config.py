@@ -486,9 +486,9 @@ class EngineOptions:
         computed in full. By default all pages are read.
     sparse_prefill: prompts attend only to the blocks of 128 positions that an estimate lists, which changes results:
         "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
-        most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "mean:0.9" estimates by
-        means. Layers with a window, latents or a state, and decode steps, are computed in full. By default prompts
-        attend to all.
+        most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "sample:0.9" estimates by
+        samples of the queries, "mean:0.9" by means. Layers with a window, latents or a state, and decode steps, are
+        computed in full. By default prompts attend to all.
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
         decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
         "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among

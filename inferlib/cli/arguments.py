@@ -115,8 +115,8 @@ SparsePrefill = Annotated[
     str | None,
     typer.Option(
         help="Prompts attend only to the blocks that an estimate lists: xattention:0.9 lists them until they have 90 % "
-        "of the attention, at most a quarter of the context's; xattention:0.9:0.5 at most half. It changes results; by "
-        "default prompts attend to all."
+        "of the attention, at most a quarter of the context's; xattention:0.9:0.5 at most half. sample:0.9 "
+        "and mean:0.9 estimate in other ways. It changes results; by default prompts attend to all."
     ),
 ]
 MaxAdapters = Annotated[

@@ -26,6 +26,7 @@ from inferlib.ops.option_text import read_option
 from inferlib.ops.prefill_attention import BlockList
 
 BLOCK, STRIDE = 128, 16
+SAMPLED = 32  # of so many tokens in a row one is a sample
 LEAST = 3  # the first block, and two that a tile may lie in
 SHARE = 0.25
 _TEXT = re.compile(r"([a-z]+):(\d*\.?\d+)(?::(\d*\.?\d+))?")
@@ -115,7 +116,32 @@ def means(tiles: Tiles, options: AttentionOptions) -> jax.Array:
     return jnp.sum(_softmax(logits, (begins <= last)[:, None, None], options), axis=2)
 
 
-METHODS: dict[str, Callable[[Tiles, AttentionOptions], jax.Array]] = {"xattention": antidiagonals, "mean": means}
+def samples(tiles: Tiles, options: AttentionOptions) -> jax.Array:
+    """The scores [P, K, T, n] by samples of the queries, as SampleAttention has them (Zhu et al. 2024,
+    https://arxiv.org/abs/2406.15486): the attention of the last of each 32 tokens to all keys, summed over a block, the
+    samples and the query group. The KV heads take turns, since the weights of all of them would fill the memory."""
+    width = tiles.queries.shape[2]
+    runs = tiles.first[..., None] + jnp.arange(0, width, SAMPLED)
+    at = jnp.minimum(runs + SAMPLED - 1, tiles.last[..., None])  # [P, T, s], the positions of s samples
+    places = jnp.clip(at - tiles.first[..., None], 0, width - 1)
+    q = jnp.take_along_axis(tiles.queries, places[..., None, None, None], axis=2)
+    keys = jnp.arange(tiles.keys.shape[2])
+    seen = (keys <= at[..., None]) & (runs <= tiles.last[..., None])[..., None]
+
+    def of_head(head: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = _products("ptsgh,puh->pgtsu", *head) * options.scale
+        weights = _softmax(logits, seen[:, None], options)
+        return jnp.sum(weights.reshape(*weights.shape[:-1], -1, BLOCK), axis=(1, 3, 5))
+
+    scores = lax.map(of_head, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(tiles.keys, 1, 0)))
+    return jnp.moveaxis(scores, 0, 1)
+
+
+METHODS: dict[str, Callable[[Tiles, AttentionOptions], jax.Array]] = {
+    "xattention": antidiagonals,
+    "sample": samples,
+    "mean": means,
+}
 
 
 def listed_blocks(scores: jax.Array, first: jax.Array, last: jax.Array, threshold: float, most: int) -> jax.Array:

@@ -13,7 +13,7 @@ import pytest
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops import sparse_prefill
 from inferlib.ops.prefill_attention import choose, prefill_attention
-from inferlib.ops.sparse_prefill import BLOCK, METHODS, STRIDE, SparsePrefill, block_list, listed_blocks
+from inferlib.ops.sparse_prefill import BLOCK, METHODS, SAMPLED, STRIDE, SparsePrefill, block_list, listed_blocks
 
 PAGE, HEADS, GROUP, SIZE, SCALE = 64, 2, 2, 8, 0.5
 SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
@@ -81,6 +81,15 @@ def by_means(q: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
     return scores
 
 
+def by_samples(q: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
+    scores = np.zeros(BLOCKS)
+    for head in range(GROUP):
+        for sample in sorted({*range(SAMPLED - 1, len(q), SAMPLED), len(q) - 1}):
+            for position, weight in enumerate(softmax(SCALE * keys[: first + sample + 1] @ q[sample, head])):
+                scores[position // BLOCK] += weight
+    return scores
+
+
 def by_the_paper(scores: np.ndarray, first: int, last: int, threshold: float, most: int) -> list[int]:
     """The first block and the diagonal, then the heaviest ones until they have enough."""
     listed = sorted({0, *range(first // BLOCK, last // BLOCK + 1)})
@@ -91,12 +100,18 @@ def by_the_paper(scores: np.ndarray, first: int, last: int, threshold: float, mo
     return sorted(listed)
 
 
+SCORES = {"xattention": by_antidiagonals, "mean": by_means, "sample": by_samples}
+
+
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("normal", "xattention"), ("outliers", "xattention"), ("zeros", "xattention"), ("normal", "mean")],
+    [
+        *[("normal", "xattention"), ("outliers", "xattention"), ("zeros", "xattention"), ("normal", "mean")],
+        *[("normal", "sample"), ("outliers", "sample")],
+    ],
 )
 def test_lists_what_the_paper_lists(kind, method):
-    it, scores_of = inputs(kind), {"xattention": by_antidiagonals, "mean": by_means}[method]
+    it, scores_of = inputs(kind), SCORES[method]
     options = AttentionOptions(SCALE)
     tiles = jax.jit(sparse_prefill._tiles)(it.queries, it.cache, it.rows, it.positions, it.lengths)
     scores = np.asarray(jax.jit(partial(METHODS[method], options=options))(tiles))
@@ -192,7 +207,7 @@ def test_options():
         assert SparsePrefill.read(shown) == SparsePrefill.read(SparsePrefill.read(text))
     wrong = {
         "text such as 'xattention:0.9'": ["xattention", "xattention:", "xattention:-1", "", 0.9, True, "mean:1:1:1"],
-        "has the methods xattention, mean": ["flex:0.9"],
+        "has the methods xattention, sample, mean": ["flex:0.9"],
         "the threshold of sparse_prefill is above 0": ["mean:0", "mean:1.5"],
         "the share of the blocks of sparse_prefill is above 0": ["mean:0.9:0", "mean:0.9:2"],
     }
