@@ -263,15 +263,16 @@ def compile_deployment(
         if out is not None:
             writer = stack.enter_context(ArtifactWriter(checked_path("out", out), deployment))
         folder = writer.staging if writer else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        keys = deployment.keys()
         outcomes, layouts = compile_programs(
             deployment,
-            deployment.keys(),
+            keys,
             folder,
             checkpoint=checkpoint if writer else None,
             reuse=writer.reuse if writer else lambda key, layouts: None,
             started=started,
             done=done,
-            compilers=stack.enter_context(Compilers(deployment.slice, workers)),
+            compilers=stack.enter_context(Compilers(deployment.slice, min(workers, len(keys)))),
         )
         result = CompileResult(name, Report.of(deployment, outcomes), writer and writer.folder)
         if writer is None or not result.complete:

@@ -89,6 +89,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "tokens": "64",
             "window": "64",
         },
+        "key-bases": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "export": {"model": quantized, "out": str(folder / "exported")},
         "eval": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "distill": {
@@ -115,7 +116,7 @@ def stop_before_long_work(monkeypatch):
 
     for name in (
         *("model_files.ModelFiles.load", "engine.engine.Engine.__init__", "conversion.save_weights"),
-        "calibration.job.Job.run",
+        *("calibration.job.Job.run", "calibration.forward.LayerwiseForward.begin"),
         *("aot.child.Child.ask", "planning.planner.rank", "tuning.tune.tune", "distributed.initialize"),
         *("aot.artifacts.Artifacts.load", "hub.HubName.download"),
         *("doctor.examine._findings", "bench.client.find_model", "bench.client.measure"),
@@ -152,7 +153,8 @@ def wrong_values(command: str, parameter: Any, paths: tuple[str, ...]) -> tuple[
 
 
 def variants(command: str, values: dict[str, Any], paths: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Each parameter left out, then wrong in every way; then two of them wrong at a time."""
+    """All right; each parameter left out, then wrong in every way; then two of them wrong at a time."""
+    yield values
     hints = get_type_hints(COMMANDS[command].callback)
     parameters = [p for p in COMMANDS[command].params if p.name in hints]
     for parameter in parameters:
