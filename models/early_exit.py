@@ -3,9 +3,9 @@ section 6).
 
 A token leaves after the step that changes its state by less than its threshold, as a rule measures that (see
 `inferlib.models.exit_rules`), or after as many steps as its row takes at most. Then its state stays as it is, and so do
-its cells: tokens behind it that go on attend, at
-later steps, to those of its last one ("latest" in that code). Each token of a prompt and of the output leaves by
-itself. As that depends on tokens before it alone, results depend on neither the batch, nor how a prompt is cut.
+its cells: tokens behind it that go on attend, at later steps, to those of its last one ("latest" in that code). Each
+token of a prompt and of the output leaves by itself. As that depends on tokens before it alone, results depend on
+neither the batch, nor how a prompt is cut.
 
 A pass runs steps until all its tokens have left. Then the cells of further steps are filled.
 """

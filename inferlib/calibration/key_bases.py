@@ -11,12 +11,12 @@ import numpy as np
 
 from inferlib.calibration.forward import LayerwiseForward, devices_for
 from inferlib.calibration.opened import OriginalWeights, unquantized
-from inferlib.checkpoint.key_bases import write_key_bases
+from inferlib.checkpoint.key_bases import path_of, write_key_bases
 from inferlib.checkpoint.laid_out import stored_model
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
 from inferlib.models.key_bases import directions, with_key_bases
-from inferlib.option_checks import ConfigurationError, check_flag
+from inferlib.option_checks import ConfigurationError, check_flag, checked_output
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
 
@@ -36,7 +36,7 @@ def measure_key_bases(
     the cache has them, behind their rotary embedding, a quarter of a head's size.
 
     Layer by layer: the memory taken is a layer's, and the residual of the text on the host. Raises CheckpointError,
-    ConfigError or ConfigurationError before long work, and OSError if the file cannot be written.
+    ConfigError or ConfigurationError before long work, also if the file cannot be written, and OSError for a full disk.
     """
     check_flag("progress", progress, optional=True)
     show = on_terminal() if progress is None else progress
@@ -45,6 +45,7 @@ def measure_key_bases(
         raise ConfigurationError("bases are measured in one process: start one, without --coordinator")
     files = unquantized(ModelFiles.open(model, revision, progress=show), "measure")
     _check(files)
+    checked_output("the file of bases", path_of(files.path))
     assert files.tokenizer is not None
     windows = data.windows(files.tokenizer, files.config.context)
     of_model = stored_model(files.config, "float32", None)
