@@ -24,6 +24,7 @@ from inferlib.option_checks import (
     backend_option,
     brief,
     check_backend,
+    check_depthwise,
     check_flag,
     check_itl,
     check_kv_cache_dtype,
@@ -132,6 +133,8 @@ class EngineConfig:
     sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
     cache_policy: which positions of a row its cache keeps; None: all.
     adapters: how many adapters may be on the devices; None: programs take none.
+    depthwise_batching: decode programs have rows at different steps of a loop's core; a number: so many wait before the
+    rest of the model runs for them, see `inferlib.programs.depthwise`.
     """
 
     max_batch: int
@@ -161,6 +164,7 @@ class EngineConfig:
     sparse_prefill: SparsePrefill | None = None
     cache_policy: CachePolicy | None = None
     adapters: AdapterSlots | None = None
+    depthwise_batching: bool | int = False
 
     def __post_init__(self):
         check_itl(self.itl)
@@ -169,6 +173,7 @@ class EngineConfig:
         self._check_selection()
         self._check_sparse()
         self._check_policy()
+        self._check_depthwise()
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -264,6 +269,24 @@ class EngineConfig:
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"cache_policy {str(policy)!r} {why}")
+
+    def _check_depthwise(self) -> None:
+        if not self.depthwise_batching:
+            return
+        rules = self.shards.rules
+        split = self.shards.replicas > 1 or (rules is not None and rules.name != "tp")
+        reasons = {
+            "splits layers over devices alone, with tp: leave dp, cp, ep and rules out of parallel": split,
+            "does not run on Trainium, which has no loops: leave it out": self.platform == "neuron",
+            "has rows at other steps, which share no prefix: leave cascade out": self.cascade,
+            "verifies no drafts: leave speculation out": self.speculation is not None,
+            "needs decode_steps of 2 or more, as single steps are passes": self.decode_steps == 1,
+            f"is a number of rows, and max_batch is {self.max_batch}: give at most as many": (
+                self.depthwise_batching > self.max_batch
+            ),
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(f"depthwise_batching {self.depthwise_batching!r} {why}")
 
     @property
     def compacted(self) -> CachePolicy | None:
@@ -365,6 +388,8 @@ class EngineConfig:
             raise ConfigurationError(
                 f"{name} follows every step of a loop, and with early_exit tokens leave some out: give one of them"
             )
+        if self.depthwise_batching:
+            check_stages(model)
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         if draft is not None:
@@ -435,6 +460,7 @@ class EngineSettings(TypedDict, total=False):
     cache_policy: CachePolicy | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
+    depthwise_batching: bool | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,6 +523,11 @@ class EngineOptions:
     max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
         beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
         may have; by default the highest of those that `LLM` is given, or 16.
+    depthwise_batching: of a model with `early_exit`: a decode step runs the core's next step for each row, wherever it
+        is, and the rest of the model once enough rows have left, so that the deepest one does not hold the others up
+        (continuous depth-wise batching); a number: once so many wait. It changes no result, and pays where the core
+        takes most of the time and depths differ, see `benchmarks/depthwise.py`. By default passes run until all tokens
+        have left.
     """
 
     max_batch: int | None = None
@@ -527,11 +558,13 @@ class EngineOptions:
     cache_policy: CachePolicy | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
+    depthwise_batching: bool | int = False
 
     def __post_init__(self):
         check_itl(self.itl)
         check_snapshots(self.snapshots)
         self._check_adapters()
+        check_depthwise(self.depthwise_batching)
         object.__setattr__(self, "speculation", speculation_option(self.speculation))
         object.__setattr__(self, "attention_pages", selection_option(self.attention_pages))
         object.__setattr__(self, "sparse_prefill", sparse_option(self.sparse_prefill))
@@ -625,7 +658,7 @@ class EngineOptions:
             max_len,
             buckets,
             platform=platform,
-            decode_steps=_default(self.decode_steps, {"gpu": 4, "neuron": 1}.get(platform, 8)),
+            decode_steps=_default(self.decode_steps, self._usual_steps(platform)),
             in_flight=_default(self.in_flight, 2),
             scan=scan,
             free_layouts=_default(self.free_layouts, platform == "tpu"),
@@ -644,7 +677,12 @@ class EngineOptions:
             speculation=speculation_option(self.speculation),
             **self.approximations,
             adapters=self.adapters,
+            depthwise_batching=self.depthwise_batching,
         )
+
+    def _usual_steps(self, platform: str) -> int:
+        """Where rows are at different depths, no row that ends holds others up."""
+        return 8 if self.depthwise_batching else {"gpu": 4, "neuron": 1}.get(platform, 8)
 
     def _layers(
         self, device: DeviceKind, shards: Shards, model: ModelConfig | None, quantization: Quantization | None
@@ -684,6 +722,7 @@ class EngineOptions:
             "attention_pages reads other pages of each row": self.attention_pages is not None,
             "cache_policy keeps other cells of each row": self.cache_policy is not None,
             "positions are split over devices": shards.size(axes.POSITIONS) > 1,
+            "depthwise_batching has rows at different steps": bool(self.depthwise_batching),
             "rows of this model share nothing: it has windows, chunks or states": not pages,
             "this model has latent attention alone": bool(mixers) and all(isinstance(x, MlaSpec) for x in mixers),
         }
@@ -739,6 +778,22 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
             raise ConfigurationError(
                 f"cache_policy {str(policy)!r} weighs keys again without the learned sinks that layer {number} of this "
                 "model has: take h2o or a policy by keys"
+            )
+
+
+def check_stages(model: ModelConfig) -> None:
+    """Raise ConfigurationError if rows of a model cannot be at different steps of a loop's core."""
+    if not model.exits_early:
+        why = "repeats no layers: leave it out" if model.loop is None else "does not let them: give early_exit too"
+        raise ConfigurationError(
+            f"depthwise_batching is for models whose tokens leave a loop's core early, and this one of {model.family} "
+            f"{why}"
+        )
+    for number, mixer in enumerate(layer.attention for layer in model.layers):
+        if not isinstance(mixer, AttentionSpec) or mixer.reach or mixer.cache_of is not None:
+            raise ConfigurationError(
+                "depthwise_batching is for models whose layers all keep keys and values of all positions, and layer "
+                f"{number} of this one does not: leave it out"
             )
 
 

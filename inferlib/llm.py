@@ -797,6 +797,8 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
     """The programs of artifacts, and the small functions that loading weights calls (see `start_functions`)."""
     if choices.engine.expert_load:
         raise ConfigurationError("programs of artifacts do not count the experts' load: leave artifacts out")
+    if choices.engine.depthwise_batching:
+        raise ConfigurationError("programs of artifacts run whole passes: leave artifacts or depthwise_batching out")
     if decided := [name for name in _OF_ARTIFACTS if getattr(choices.engine, name) is not None]:
         raise ConfigurationError(f"artifacts decide {decided[0]}: leave it out")
     artifacts.check(model, choices.compiled(), None if choices.draft is None else choices.draft.shape)

@@ -229,6 +229,12 @@ def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
         raise ConfigurationError(f"{name} must be True or False{', or None' if optional else ''}, got {brief(value)}")
 
 
+def check_depthwise(rows: Any) -> None:
+    """Raise ConfigurationError unless this is True, False or a number of rows that wait."""
+    if not isinstance(rows, bool) and (type(rows) is not int or rows < 1):
+        raise ConfigurationError(f"depthwise_batching is True, False or a number of rows from 1 on, got {brief(rows)}")
+
+
 def check_itl(itl: Any) -> None:
     """Raise ConfigurationError if this is no target of the time between tokens."""
     if itl is None:

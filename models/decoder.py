@@ -95,9 +95,7 @@ class Decoder(nnx.Module):
         sums from which features could be taken.
         """
         self.must_have(ctx.feature_layers, mailboxes)
-        # Computed now: values that are cached inside a scan's body do not outlive it.
-        _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
-        _ = ctx.adapters is not None and ctx.mlp_slots
+        self.compute_shared(ctx)
         x, inputs = self.inputs(ctx)
         if self.config.lanes is not None:
             residual = self.lanes.entered(x, ctx.shards)
@@ -125,6 +123,11 @@ class Decoder(nnx.Module):
         chosen = [ctx.shards.all_tokens(features[n], ctx.tokens) for n in ctx.feature_layers]
         stacked_features = jnp.stack(chosen, axis=1) if chosen else None
         return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features, core)
+
+    def compute_shared(self, ctx: StepContext) -> None:
+        """Compute what the layers of a step share: values that are cached inside a scan's body do not outlive it."""
+        _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
+        _ = ctx.adapters is not None and ctx.mlp_slots
 
     def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
         """Raise ConfigError if the hidden states after these layers cannot be returned."""

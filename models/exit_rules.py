@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,16 @@ class Divergence:
         p, q = jnp.moveaxis(shifted - jnp.log(total), 1, 0)
         # Columns that pad the vocabulary have the logit -inf in both.
         return shards.sum(jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * (p - q), 0.0), axis=-1), axes.VOCAB)
+
+
+def rule_of(
+    name: Literal["change", "kl"] | None,
+    inputs: Callable[[jax.Array], jax.Array],
+    logits: Callable[[jax.Array], jax.Array],
+    shards: Shards,
+) -> Rule:
+    """The rule of `LoopSpec.early_exit`. inputs, logits: see `Divergence`."""
+    return Divergence(inputs, logits, shards) if name == "kl" else relative_change
 
 
 def blocks_of(tokens: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from inferlib.models.blocks import Block
 from inferlib.models.config import LoopSpec, ModelConfig
 from inferlib.models.depth import Taken
 from inferlib.models.early_exit import EarlyExit
-from inferlib.models.exit_rules import Divergence, relative_change
+from inferlib.models.exit_rules import rule_of
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -89,9 +89,7 @@ class Loop(nnx.Module):
         `EarlyExit`."""
         state, most, steps, depths = self.first_state(ctx), self.steps(ctx), self.spec.steps, ctx.depths
         if depths is not None and depths.thresholds is not None and ctx.config.exits_early:
-            rule = relative_change
-            if self.spec.early_exit == "kl":
-                rule = Divergence(partial(self.outputs, ctx=ctx), logits, ctx.shards)
+            rule = rule_of(self.spec.early_exit, partial(self.outputs, ctx=ctx), logits, ctx.shards)
             leaving = EarlyExit(step, depths.of(ctx.rows, steps), depths.thresholds_of(ctx.rows), rule, ctx)
             return leaving(state, caches, most, steps)
         taken = None if depths is None else depths.of(ctx.rows, steps)[:, None]

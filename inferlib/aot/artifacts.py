@@ -40,7 +40,7 @@ from inferlib.programs.start_functions import Compiled
 from inferlib.sharding.mesh import Device, Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 
-_FORMAT = 11
+_FORMAT = 12
 _MANIFEST = "manifest.json"
 
 

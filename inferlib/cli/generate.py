@@ -129,6 +129,13 @@ class EngineArguments:
     ] = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
+    depthwise_batching: Annotated[
+        bool,
+        typer.Option(
+            "--depthwise-batching/--no-depthwise-batching",
+            help="Of models whose tokens leave a loop early: rows of one batch are at different steps of it.",
+        ),
+    ] = False
     compile_cache: Annotated[
         Path | None,
         typer.Option(

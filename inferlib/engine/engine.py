@@ -65,7 +65,8 @@ class EngineStats:
         themselves, each of which saved a step of its row.
     adapter_loads: adapters that were written to the devices. adapter_evictions: that left them for others.
     core_passes: over models whose tokens may leave a loop's core (`early_exit`). core_runs: how often the core ran in
-        these. core_tokens: that were computed. core_steps: how many steps they took together.
+        these; with `depthwise_batching` trips, and passes of the rest of the model. core_tokens: that were computed.
+        core_steps: how many steps they took together.
     """
 
     dispatches: int = 0

@@ -268,6 +268,7 @@ _SOURCES = (
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
     *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),
     *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.compaction"),
+    "inferlib.programs.depthwise",
 )
 
 

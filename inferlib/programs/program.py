@@ -30,9 +30,11 @@ from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
 from inferlib.models.depth import Depths
+from inferlib.models.depthwise import Stages
 from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
+from inferlib.programs.depthwise import TRIPS_WITHOUT_HOST, DepthwiseDecoding, Quorum
 from inferlib.programs.row_state import NUMBERS, RowState, map_state, of_loop, state_axes
 from inferlib.programs.unsettled import Inputs, has_states, of_device, on_device, spec_of
 from inferlib.programs.verification import (
@@ -276,6 +278,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
         first=drafter is not None and drafter.defers,
         dropped=config.compacted is not None,
         **of_loop(model.config.loop),
+        **dict.fromkeys(("taken", "core"), bool(config.depthwise_batching)),
     )
 
 
@@ -401,22 +404,26 @@ class _Maker:
         """A pass of the model over a batch. rows: those of the batch, with the pages of all. counted [T]: tokens whose
         choices of experts are counted, if any are."""
         decoder, config = self.model.merge(weights[: len(self.model.specs)]), self.config
-        ctx = self.context(self.model.config, config.backend, rows.pages, batch)
         counted = counted if config.expert_load else None
-        ctx = replace(
-            ctx, counted=counted, prefixes=prefixes, adapters=rows.adapter, feature_layers=self.feature_layers
-        )
-        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
-        if rows.depth is not None:
-            ctx = replace(ctx, depths=Depths(rows.depth, rows.threshold, whole=config.counted))
-        if config.attention_pages is not None:
-            ctx = replace(ctx, selected=config.attention_pages.count)
+        ctx = replace(self.context_of_rows(rows, batch), counted=counted, prefixes=prefixes)
         caches, of_drafts = self.split(cache)
         hidden, caches, mailboxes, load, features, core = decoder(ctx, caches, mailboxes)
         inputs, caches = tuple(cache.inputs for cache in caches), tuple(replace(cache, inputs=()) for cache in caches)
         cache, load = self.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
         counts, taken = (None, None) if core is None else (core.counts[None, None], core.steps)
         return _Pass(hidden, decoder, cache, mailboxes, load, features, inputs, counts, taken)
+
+    def context_of_rows(self, rows: RowState, batch: StepBatch) -> StepContext:
+        """A step of the model for a batch of these rows, with the pages of all."""
+        config = self.config
+        ctx = self.context(self.model.config, config.backend, rows.pages, batch)
+        ctx = replace(ctx, adapters=rows.adapter, feature_layers=self.feature_layers)
+        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
+        if rows.depth is not None:
+            ctx = replace(ctx, depths=Depths(rows.depth, rows.threshold, whole=config.counted))
+        if config.attention_pages is not None:
+            ctx = replace(ctx, selected=config.attention_pages.count)
+        return ctx
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""
@@ -535,6 +542,7 @@ class _Maker:
             floats=floats,
             counts=counts,
             active=rows.active & ~is_stop(params, token) & (budget > 0),
+            taken=None if rows.taken is None else jnp.where(rows.active, -1, rows.taken),
         )
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
@@ -645,6 +653,8 @@ class _Maker:
         shared = None if prefixes is None else unpack_prefixes(prefixes)
         state = state._replace(active=state.active & ~control.cancel)
         rows, mailboxes = state.head(key.rows), self.mailboxes()
+        if self.config.depthwise_batching and key.steps > 1:
+            return self.decode_depthwise(weights, cache, state, control)
         if key.steps == 1:
             cache, rows, _, one = self.decode_step(weights, cache, rows, mailboxes, shared)
             outs = one.sampled if one.tally else jax.tree.map(lambda x: x[None], one.sampled)
@@ -652,10 +662,28 @@ class _Maker:
         else:
             step = partial(self.decode_step, weights, shared=shared)
             cache, rows, total = self.decode_steps(step, cache, rows, mailboxes, control)
+        return cache, state.with_head(rows), self.output_of(total)
+
+    def output_of(self, total: _Step) -> StepOutput:
+        """Of a program that decodes, by what all its steps yield."""
         outs = total.sampled
-        scored = outs._replace(depth=None) if key.mode == "logprobs" else None
-        output = StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core, depths=outs.depth)
-        return cache, state.with_head(rows), output
+        scored = outs._replace(depth=None) if self.key.mode == "logprobs" else None
+        return StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core, depths=outs.depth)
+
+    def decode_depthwise(self, weights, cache, state: RowState, control: Control):
+        """`decode` of rows at different steps of a loop's core."""
+        (caches, _), rows = self.split(cache), state.head(self.key.rows)
+        decoding = DepthwiseDecoding(
+            Stages(self.model.merge(weights)),
+            lambda rows: self.context_of_rows(rows, rows_batch(rows)),
+            self.advance,
+            Quorum.of(self.model, self.config.depthwise_batching),
+            self.key.most,
+            TRIPS_WITHOUT_HOST if self.config.counted else 1,
+        )
+        caches, rows, outs, counts = decoding(caches, rows, control.yield_early)
+        output = self.output_of(_Step(outs, None, core=counts[None, None]))
+        return self.plan.flatten(caches), state.with_head(rows), output
 
     def decode_steps(
         self, step: Callable, cache, rows: RowState, mailboxes: Mailboxes | None, control: Control
@@ -824,10 +852,10 @@ class _Maker:
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "features", *NUMBERS))
+        shared = dict.fromkeys(("counts", "pages", "history", "features", "core", *NUMBERS))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
-        new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts})
+        new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts}).not_begun(rows)
         at = jnp.arange(chunk.tokens.shape[1])
         positions = jnp.where(at < info["length"][:, None], info["start"][:, None] + at, self.plan.max_len)
         new = new.with_tokens(info["row"][:, None], positions, chunk.tokens)

@@ -309,7 +309,8 @@ class ProgramSet:
             features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
         sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
         numbers = tuple(name for name in NUMBERS if getattr(self.state_axes, name) is not None)
-        return (*sizes, history, features, numbers)
+        core = (self.model.config.dim, self.model.dtype.name) if self.state_axes.core is not None else None
+        return (*sizes, history, features, numbers, core)
 
     @property
     def state_axes(self) -> Any:

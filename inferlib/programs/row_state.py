@@ -29,6 +29,9 @@ class RowState(NamedTuple):
     depth [R]: how many steps of a loop's core the row takes, 0 for all, which `row_changes` alone changes; None of
     models that repeat no layers. threshold [R]: by what its tokens leave earlier, see `Depth`, likewise; None of models
     whose tokens do not.
+    core [R, 2, D]: of a row whose last token is in a loop's core, the state, and what each step injects. taken [R]: how
+    many steps that token has taken; -1: it has not begun. None unless rows go on there, see
+    `inferlib.programs.depthwise`.
     """
 
     token: jax.Array
@@ -47,6 +50,8 @@ class RowState(NamedTuple):
     dropped: jax.Array | None = None
     depth: jax.Array | None = None
     threshold: jax.Array | None = None
+    taken: jax.Array | None = None
+    core: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -56,9 +61,10 @@ class RowState(NamedTuple):
         history: int = 0,
         features: tuple[int, int, str] | None = None,
         numbers: tuple[str, ...] = (),
+        core: tuple[int, str] | None = None,
     ) -> RowState:
         """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some.
-        numbers: which of `NUMBERS` there are."""
+        numbers: which of `NUMBERS` there are. core: D and the dtype, if there is one."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -76,6 +82,7 @@ class RowState(NamedTuple):
             pages=jnp.zeros((rows, columns), jnp.int32),
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
             features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
+            core=None if core is None else jnp.zeros((rows, 2, core[0]), core[1]),
             **{name: vector() for name in numbers},
         )
 
@@ -104,6 +111,10 @@ class RowState(NamedTuple):
         rows = jnp.where(first, rows, self.dropped.size)
         return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"))
 
+    def not_begun(self, rows: jax.Array) -> RowState:
+        """The state in which the last tokens of rows [P] are in no loop's core."""
+        return self if self.taken is None else self._replace(taken=self.taken.at[rows].set(-1, mode="drop"))
+
     def with_pending(self, rows: jax.Array, features: jax.Array | None, first: jax.Array) -> RowState:
         """The state in which tokens from positions `first` [P] on are pending of rows [P], with features [P, D] of the
         first of them, if there are any."""
@@ -115,14 +126,21 @@ class RowState(NamedTuple):
         return state._replace(features=self.features.at[rows, 0].set(features, mode="drop"))
 
 
-NUMBERS = ("adapter", "first", "dropped", "depth", "threshold")  # fields of one number of each row, if there are any
+NUMBERS = (
+    "adapter",
+    "first",
+    "dropped",
+    "depth",
+    "threshold",
+    "taken",
+)  # fields of one number of each row, if there are any
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
     [
         *[*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2],
-        *[_ROW, *_PENDING, _ROW, _ROW, _ROW],
+        *[_ROW, *_PENDING, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None, None)],
     ]
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from inferlib.models.early_exit import EarlyExit
 from inferlib.models.exit_rules import Divergence, relative_change
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
+from inferlib.programs.depthwise import Quorum
 from inferlib.sharding.shards import Shards
 from tests.helpers.llms import MAX_LEN, build_llm, new_engine, random_prompts
 from tests.helpers.looped import HUGINN, PARCAE, make_looped, oracle_of
@@ -282,6 +283,101 @@ def test_tokens_that_leave_by_what_the_head_makes_of_them(name, options, paths):
         with new_engine(other, prefix_caching=False, pages=other.engine.plan.columns * 4 // 3) as engine:
             assert answers_of(other, PROMPTS, params) == answers
             assert engine.scheduler.preemptions > 0
+
+
+def test_rows_at_different_depths(paths, llm, expected):
+    # By fours the pages of rows end with programs.
+    other = build_llm(paths["parcae"], BUCKETS, early_exit=True, depthwise_batching=2, decode_steps=4)
+    assert answers_of(other, PROMPTS, PARAMS) == expected
+    stats = other.stats
+    with new_engine(llm, prefix_caching=False) as passes:
+        assert answers_of(llm, PROMPTS, PARAMS) == expected
+    assert (stats.core_tokens, stats.core_steps) == (passes.stats.core_tokens, passes.stats.core_steps)
+    assert stats.core_runs < passes.stats.core_runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("parcae", {}),
+        ("parcae", {"platform": "gpu", "backend": "xla", "decode_steps": 4}),
+        ("parcae", {"scan": True, "early_exit": "kl"}),
+        ("parcae", {"parallel": "tp=2"}),
+        ("parcae", {"max_adapters": 2}),
+        ("parcae", {"kv_cache_dtype": "int8"}),
+        ("parcae", {"prefill_devices": [1]}),
+        ("huginn", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_depths_in_one_batch_are_those_of_passes(name, options, paths):
+    """Greedy and sampled tokens, log-probabilities, stop tokens, tokens that the host chooses, and rows that are
+    preempted; nothing compiles."""
+    rows = KL if "kl" in options.values() else PARAMS
+    rows = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else rows
+    sampled = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "bad_words": ["a b"], "logprobs": 2}
+    stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14))}
+    by_host = {"logits_processors": [lambda tokens, logits: logits]}
+
+    every = ({}, sampled, stopped, by_host) if not options else ({},)
+
+    def results(of: LLM) -> tuple[list[Any], list[float]]:
+        params = [[replace(x, **more) for x in rows] for more in every]
+        chosen = [x for of_all in params for output in of.generate(PROMPTS, of_all) for x in output.outputs]
+        answers = [(x.token_ids, x.depths, x.finish_reason) for x in chosen]
+        return answers, [entry.logprob for x in chosen for step in x.logprobs or () for entry in step.values()]
+
+    def assert_same() -> None:
+        answers, logprobs = results(depthwise)
+        assert answers == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)  # chunks of prompts are cut in other ways
+
+    both = ({"early_exit": True, "depthwise_batching": how} | options for how in (False, True))
+    passes, depthwise = (build_llm(paths[name], BUCKETS, **each) for each in both)
+    expected = results(passes)
+    if options or name != "parcae":
+        assert_same()
+        return
+    depthwise.warmup(["greedy", "sample", "logprobs", "processed"])
+    before = compilations()
+    assert_same()
+    assert compilations() == before
+    assert depthwise.stats.core_runs < passes.stats.core_runs
+    with new_engine(depthwise, prefix_caching=False, pages=depthwise.engine.plan.columns * 4 // 3) as engine:
+        assert_same()
+        assert engine.scheduler.preemptions > 0
+    with before_each_dispatch(depthwise, poison):  # of tokens in the core, the prelude's cells stay
+        assert_same()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"early_exit": False}, "leave a loop's core early, and this one of parcae does not let them: give early_exit"),
+        ({"parallel": "dp=2"}, "splits layers over devices alone, with tp: leave dp, cp, ep and rules out"),
+        ({"parallel": "cp=2"}, "splits layers over devices alone"),
+        ({"speculation": "ngram:2"}, "verifies no drafts: leave speculation out"),
+        ({"decode_steps": 1}, "needs decode_steps of 2 or more"),
+        ({"cascade": True}, "cascade=True reads a prefix .* and depthwise_batching has rows at different steps"),
+        ({"depthwise_batching": 5}, "depthwise_batching 5 is a number of rows, and max_batch is 4"),
+        ({"depthwise_batching": 0.5}, "depthwise_batching is True, False or a number of rows from 1 on, got 0.5"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_what_depths_in_one_batch_do_not_go_with(options, message, paths):
+    with pytest.raises(ConfigurationError, match=message):
+        build_llm(paths["parcae"], BUCKETS, **{"early_exit": True, "depthwise_batching": True} | options)
+
+
+def test_as_many_rows_wait_as_cost_least():
+    """Of all numbers, by the cost that the module states."""
+    for ratio in (0.2, 0.5, 1.0):
+        quorum = Quorum(None, ratio)  # q, with S d = 1 and R = q^2 / 2
+        for rows in (1, 4, 16, 64):
+            costs = [1 / (rows - (e - 1) / 2) + ratio**2 / 2 / e for e in range(1, rows + 1)]
+            assert costs[int(quorum(jnp.int32(rows))) - 1] < min(costs) * 1.02
+    assert [int(Quorum(4, 0.5)(jnp.int32(rows))) for rows in (2, 9)] == [2, 4]
 
 
 def test_what_is_refused(paths, llm, small):

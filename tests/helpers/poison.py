@@ -30,6 +30,8 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     of states which rows, [R, 1]."""
     lengths = {row: s.prefilled - s.dropped for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
+    if engine.state.taken is not None:  # of a token that is in a loop's core, the prelude has written cells
+        length = length + (np.asarray(engine.state.taken) >= 0)
     lengths |= {row: length[row] for row in lengths if active[row]}
     snapshots, to_save, to_restore = snapshots_of(engine)
     spans = {row: (first_of(engine, row, stop), stop) for row, stop in lengths.items() if row not in to_restore}
@@ -149,6 +151,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(depth=huge)
     if engine.state.threshold is not None:
         garbage = garbage._replace(threshold=huge)
+    if engine.state.taken is not None:
+        garbage = garbage._replace(taken=huge, core=np.nan)
     state = jax.tree.map(
         lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )
