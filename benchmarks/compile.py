@@ -110,6 +110,8 @@ CASES = (
     Case("llama3-8b", "v5e:2x4", "tp=8", 32, quantization="int8", kv_cache_dtype="int8"),
     Case("llama3-8b", "v5e:2x4", "tp=8", 8, 8192, (512, 2048)),
     Case("llama3-70b", "v7x:2x2x1", "tp=8", 8, chunks=(512,)),
+    Case("parcae-370m", "v5e-1", "tp=1", 8, 1024, quantization="int8"),
+    Case("parcae-370m", "v6e-1", "tp=1", 8, 1024, quantization="int8"),
     Case("llama3-8b", "v5e:2x4", "tp=8,rules=tp_sp", 8, 8192, (2048,)),
     Case("llama3-8b", "v6e:2x4", "tp=8,rules=tp_sp", 8, 8192, (2048,)),
     Case("llama3-8b", "v7x:2x2x1", "tp=8,rules=tp_sp", 8, 8192, (2048,)),

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from inferlib.pallas_kernels.generations_tpu import VMEM_BYTES
+from inferlib.pallas_kernels.generations_tpu import SCRATCH_BYTES, VMEM_BYTES
 
 _GIB = 1024**3
 _MIB = 1024**2
@@ -150,7 +150,7 @@ CHIPS = {
             hbm_bytes=32 * _GIB,
             hbm_bandwidth=1.2e12,
             vmem_bytes=VMEM_BYTES["v4"],
-            scratch_bytes=16 * _MIB,
+            scratch_bytes=SCRATCH_BYTES["v4"],
             flops={"bfloat16": 275e12, "int8": 275e12},
             cores=2,
             links=6,
@@ -166,7 +166,7 @@ CHIPS = {
             hbm_bytes=int(15.75 * _GIB),
             hbm_bandwidth=819e9,
             vmem_bytes=VMEM_BYTES["v5e"],
-            scratch_bytes=16 * _MIB,
+            scratch_bytes=SCRATCH_BYTES["v5e"],
             flops={"bfloat16": 197e12, "int8": 393e12},
             links=4,
             link_bandwidth=50e9,
@@ -182,7 +182,7 @@ CHIPS = {
             hbm_bytes=int(95.74 * _GIB),
             hbm_bandwidth=2765e9,
             vmem_bytes=VMEM_BYTES["v5p"],
-            scratch_bytes=16 * _MIB,
+            scratch_bytes=SCRATCH_BYTES["v5p"],
             flops={"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
             cores=2,
             links=6,
@@ -199,7 +199,7 @@ CHIPS = {
             hbm_bytes=int(31.25 * _GIB),
             hbm_bandwidth=1638e9,
             vmem_bytes=VMEM_BYTES["v6e"],
-            scratch_bytes=32 * _MIB,
+            scratch_bytes=SCRATCH_BYTES["v6e"],
             flops={"bfloat16": 918e12, "int8": 1836e12, "float8": 918e12},
             links=4,
             link_bandwidth=100e9,
@@ -215,7 +215,7 @@ CHIPS = {
             hbm_bytes=int(2 * 94.75 * _GIB),
             hbm_bandwidth=7380e9,
             vmem_bytes=VMEM_BYTES["v7x"],
-            scratch_bytes=32 * _MIB,
+            scratch_bytes=SCRATCH_BYTES["v7x"],
             flops={"bfloat16": 2307e12, "float8": 4614e12},
             devices=2,
             links=6,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 ROWS = 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
+SCRATCH_BYTES = 14 << 20  # that every call may use
 X_ELEMENTS = 1 << 22  # of x at a time
 STEP_BYTES = 768 << 10  # memory brings so many in about twice the time that a step adds, on v5e, v6e and v7x
 RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
@@ -87,19 +88,34 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
         return f"{weight.inputs} inputs do not divide into passes of {weight.depth}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
-    chosen = chosen or blocks(
-        rows, weight.values.shape[1], weight.inputs, weight.values.shape[3], weight.bits, weight.group
-    )
+    layers, _, _, columns = weight.values.shape
+    if weight.on_chip and (columns % LANES or layers > 1):
+        return f"a weight on chip is of one layer and a multiple of {LANES} columns, not of {layers} and {columns}"
+    chosen = chosen or _default(rows, weight)
     need = _vmem_bytes(weight, chosen, normed)
     if need > (have := by_vmem(VMEM_BYTES)):
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {have}"
     return None
 
 
+def _default(rows: int, weight: Weight) -> Blocks:
+    """The default blocks. Those of a weight on chip, of which nothing is copied, divide its columns into the fewest
+    steps that scratch memory allows."""
+    parts, columns = weight.values.shape[1::2]
+    chosen = blocks(rows, parts, weight.inputs, columns, weight.bits, weight.group)
+    if not weight.on_chip:
+        return chosen
+    tiles = columns // LANES
+    wider = (replace(chosen, columns=columns // steps) for steps in range(1, tiles + 1) if tiles % steps == 0)
+    narrow = replace(chosen, columns=LANES)
+    return next((some for some in wider if _vmem_bytes(weight, some, normed=True) <= SCRATCH_BYTES), narrow)
+
+
 def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
     x = rows * weight.inputs * 2 * (2 + (normed or weight.ordered))
-    blocks_bytes = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * 2
+    copied = 0 if weight.on_chip else 2
+    blocks_bytes = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * copied
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4)
     return x + blocks_bytes + scales + out + min(STEP, weight.inputs) * chosen.columns * 2 + by_vmem(2 << 20)
@@ -127,7 +143,7 @@ def mx_matmul(
     (total, width), (_, parts, _, columns) = x.shape, weight.values.shape
     inputs = _pad(x, weight, norm, interpret)
     rows = inputs.x.shape[0]
-    chosen = blocks_ or blocks(rows, parts, weight.inputs, columns, weight.bits, weight.group)
+    chosen = blocks_ or _default(rows, weight)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
     rewrites = norm is not None or weight.ordered
@@ -143,7 +159,7 @@ def mx_matmul(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns)),
-            in_specs=(_specs(inputs, tile),),
+            in_specs=(_specs(inputs, tile, weight.on_chip),),
             out_specs=pl.BlockSpec((results.shape[0], tile.rows, tile.columns), lambda t, n, *_: (0, t, n)),
             scratch_shapes=[
                 _Scratch(
@@ -155,7 +171,7 @@ def mx_matmul(
         out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20)),
+            vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), SCRATCH_BYTES)),
         ),
         cost_estimate=_cost(inputs, weight, results, tile, activated=activation is not None),
         interpret=interpret,
@@ -187,7 +203,7 @@ def _pad(x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | p
     """The inputs: x and the norm's weight padded to whole tiles and to the weight's inputs."""
     pad = ((0, -x.shape[0] % ROWS), (0, weight.inputs - x.shape[1]))
     arrays = weight.values, weight.scales, weight.tops
-    if not interpret:  # otherwise XLA would bring a small weight to VMEM
+    if not interpret and not weight.on_chip:  # otherwise XLA would bring a small weight to VMEM
         arrays = jax.tree.map(lambda array: pltpu.with_memory_space_constraint(array, pltpu.HBM), arrays)
     return _Inputs(jnp.pad(x, pad), None if norm is None else jnp.pad(norm.weight, ((0, 0), pad[1])), *arrays)
 
@@ -197,10 +213,13 @@ def _norm_rows(norm: jax.Array) -> int:
     return min(norm.shape[0], ROWS)
 
 
-def _specs(inputs: _Inputs, tile: Blocks) -> _Inputs:
-    """Blocks of the inputs. The layer of the weight's arrays [L, P, ., N] is a scalar."""
+def _specs(inputs: _Inputs, tile: Blocks, on_chip: bool) -> _Inputs:
+    """Blocks of the inputs. The layer of the weight's arrays [L, P, ., N] is a scalar. on_chip: the kernel takes them
+    whole, as they lie."""
 
     def of_weight(array: jax.Array) -> pl.BlockSpec:
+        if on_chip:
+            return pl.BlockSpec(memory_space=pltpu.VMEM)
         shape = (None, *array.shape[1:3], tile.columns)
         return pl.BlockSpec(shape, lambda t, n, layer: (layer[0], 0, 0, n))
 
@@ -230,6 +249,8 @@ def _cost(
 def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, eps, offset, activation, weight):
     """Multiply one tile of rows of x, whose columns from `width` on are padding, by some columns of the weight.
     out [P, T, N] has those columns."""
+    if weight.on_chip:
+        inputs = _some_columns(inputs, pl.program_id(1), out_ref.shape[2])
     x_ref = inputs.x
     xs_ref = x_ref if scratch.x is None else scratch.x
 
@@ -256,6 +277,12 @@ def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, ep
         return
     for part in range(inputs.values.shape[0]):
         out_ref[part] = product(part).astype(out_ref.dtype)
+
+
+def _some_columns(inputs: _Inputs, step: jax.Array, count: int) -> _Inputs:
+    """The inputs with one step's columns of the only layer of the weight's arrays [1, P, ., N]."""
+    columns = pl.ds(pl.multiple_of(step * count, LANES), count)
+    return _Inputs(*inputs[:2], *jax.tree.map(lambda ref: ref.at[0, :, :, columns], tuple(inputs[2:])))
 
 
 def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: float, offset: float) -> None:

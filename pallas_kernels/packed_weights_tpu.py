@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -49,12 +49,14 @@ class Weight:
     """Weights [..., K, N] as kernels read them, K a multiple of 128.
 
     values: bfloat16 without scales; int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as
-    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` or `pack_float4` returns, tops included.
+    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` or `pack_float4` returns, tops included. on_chip: they are in
+    on-chip memory already.
     """
 
     values: jax.Array
     scales: jax.Array | None = None
     tops: jax.Array | None = None
+    on_chip: bool = field(default=False, metadata={"static": True})
 
     @property
     def packed(self) -> bool:
@@ -112,8 +114,12 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of one of its matrices."""
-        count = math.prod(self.values.shape[:-2])
-        return sum(a.size * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in jax.tree.leaves(self)) // count
+        return self.whole_bytes // math.prod(self.values.shape[:-2])
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all of its matrices."""
+        return sum(a.size * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in jax.tree.leaves(self))
 
 
 # ---- storage

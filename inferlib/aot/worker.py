@@ -89,7 +89,7 @@ def _compile(
     start = time.perf_counter()
     lowered = programs.lower(key)
     traced = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(programs.options(key))
     done = time.perf_counter()
     path.write_bytes(serialized({str(key): compiled}))
     counted = key.steps if programs.config.counted else 1

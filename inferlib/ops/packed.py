@@ -39,8 +39,8 @@ MOST_ROWS = 512  # most rows that the kernel of products takes at once
 class PackedTensor:
     """A packed weight: one layer's, or a stack of which `layer` is used.
 
-    values, scales, tops: see `packed_weights_tpu.Weight`. apart: the first dimension of a product is P. rest: N merges
-    several dimensions; these are all but the first of them. round_inputs, rotation: see `Scheme`.
+    values, scales, tops, on_chip: see `packed_weights_tpu.Weight`. apart: the first dimension of a product is P. rest:
+    N merges several dimensions; these are all but the first of them. round_inputs, rotation: see `Scheme`.
     """
 
     values: jax.Array
@@ -51,6 +51,7 @@ class PackedTensor:
     rest: tuple[int, ...] = field(default=(), metadata={"static": True})
     round_inputs: bool = field(default=False, metadata={"static": True})
     rotation: int = field(default=0, metadata={"static": True})
+    on_chip: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,8 +100,8 @@ class PackedTensor:
     def _reshaped(self, reshape: Callable[[jax.Array], jax.Array]) -> Weight:
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-        values, scales, tops = reshape(self.values), self.scales, self.tops
-        return Weight(values, scales if scales is None else reshape(scales), tops if tops is None else reshape(tops))
+        scales, tops = (array if array is None else reshape(array) for array in (self.scales, self.tops))
+        return Weight(reshape(self.values), scales, tops, self.on_chip)
 
 
 def _codes(values: jax.Array) -> jax.Array:

@@ -25,9 +25,12 @@ from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
+from inferlib.ops import on_chip
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
+from inferlib.ops.choice import Choice
 from inferlib.ops.hadamard import factors_of, operations
+from inferlib.ops.packed import MEMORY_BOUND_ROWS
 from inferlib.ops.quantized import nbytes
 from inferlib.option_checks import ConfigurationError, check_kv_cache_dtype
 from inferlib.planning import rates
@@ -46,6 +49,7 @@ from inferlib.planning.kernels import (
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PEAK, Part
 from inferlib.planning.sampling_passes import logits_bytes
+from inferlib.programs.product_choices import loop_products
 from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.row_state import RowState, of_loop
 from inferlib.sharding import axes
@@ -167,7 +171,8 @@ class Matrix:
     elements: number of elements in all layers; for experts, of one expert. inner: elements of one layer for each column
     of the model. experts: the mixture that it belongs to. in_mlp: whether the feed-forward multiplies by it, which may
     take the rows of several devices together (`Shards.mlp_row_shards`). count: number of experts, else 1. packed: one
-    layer's part, if it is quantised.
+    layer's part, if it is quantised. passes: how often a step multiplies by it. looped: it is of a layer of a loop.
+    on_chip: it lies in on-chip memory, and nbytes are those that are copied there first.
     """
 
     elements: int
@@ -180,6 +185,8 @@ class Matrix:
     count: int = 1
     packed: WeightSpec | None = None
     passes: int = 1
+    looped: bool = False
+    on_chip: bool = False
 
 
 @dataclass(frozen=True)
@@ -394,7 +401,7 @@ class Deployed:
             return self.shallow._work(key, sampled, queries)
         tokens, decode = sum(q.tokens for q in queries), not key.chunks
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0, "compared": 2 * tokens}
-        matrices = [m for m in (*self.matrices, *self._compared) for _ in range(m.passes)]
+        matrices = self._multiplied(tokens)
         parts = [self._product(m, count[m.use], tokens) for m in matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
         kernels, cache = [part for part, _ in parts], 0.0
@@ -412,6 +419,23 @@ class Deployed:
         ahead = fetches_ahead(tokens, self._backend)
         small = self._small(Tokens(tokens, self.width, chunk=not decode))
         return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
+
+    def _multiplied(self, tokens: float) -> list[Matrix]:
+        """The matrices, each as often as a step of so many tokens multiplies by it. A loop whose weights stay on chip
+        reads them for the first time only."""
+        matrices = []
+        for m in (*self.matrices, *self._compared):
+            first = replace(m, on_chip=m.looped and self.loop_weights.name != "xla" and tokens <= MEMORY_BOUND_ROWS)
+            again = replace(first, nbytes=0) if first.on_chip else first
+            matrices += [first] + [again] * (m.passes - 1)
+        return matrices
+
+    @cached_property
+    def loop_weights(self) -> Choice:
+        """Whether the weights of a loop, if the model has one, stay on chip over its steps while rows decode."""
+        if self.config.loop is None or self._backend.loop_weights == "xla":
+            return Choice("xla")
+        return _loop_weights(self.config, self.parallel, self.quantization, self._backend)
 
     def _attention(self, block: Block, q: Queries) -> tuple[float, float]:
         """Operations of a block's mixers, and bytes of its cache that they read and write."""
@@ -473,6 +497,8 @@ class Deployed:
             flops *= self.target.rate("bfloat16") / self.target.rate(numbers_of(m.packed, math.ceil(times)))
             read = times / m.count if each else read
             elements = m.elements * m.count * read
+        if m.on_chip:
+            rate, elements = rates.ON_CHIP.get(self._backend.generation, rates.ON_CHIP[None]), m.elements
         product = Part(rate, rates.rounded(rate, times) * flops, m.nbytes * read + moved, elements, m.layers)
         return product, (flops, m.nbytes * read, moved)
 
@@ -519,6 +545,16 @@ def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantiza
     return replace(_traced(_Sizes(config, quantization, sizes, shards)), layout=Layout(config, shards))
 
 
+@lru_cache(maxsize=64)
+def _loop_weights(
+    config: ModelConfig, parallel: Parallelism, quantization: Quantization | None, backend: Backend
+) -> Choice:
+    shards = planned_shards(parallel)
+    options: dict[str, Any] = dict(quantization=quantization, backend=backend, shards=shards)
+    model = abstract_model(config, "bfloat16", scan=True, **options)
+    return on_chip.choose(loop_products(model, shards), backend)
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """A key for `_traced`: meshes that split padded sizes in the same way share abstract weights, which take a while to
@@ -559,7 +595,8 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
             one = weight.of_layer
             packed = replace(one, shape=shards.local_shape(one.axes, one.shape))
         in_mlp, passes = weight.part.startswith("mlp."), model.passes(weight)
-        matrices.append(Matrix(*counts, use, experts, in_mlp, count, packed, passes))
+        looped = passes > 1 and weight.block is not None and bool(weight.contracting)
+        matrices.append(Matrix(*counts, use, experts, in_mlp, count, packed, passes, looped))
     return tuple(matrices)
 
 

@@ -51,6 +51,9 @@ RATIOS: Mapping[str, Mapping[str, float]] = {
     "expert_mlp": {"v5e": 1.01, "v6e": 1.02, "v5p": 1.05, "v7x": 1.14},
     "collective_matmul": {"v5e": 1.08, "v6e": 1.20, "v5p": 2.0, "v7x": 1.2},
 }
+# The kernel of products with weights that are on chip already, from the listings of Parcae-370M's decode step
+# (docs/guide/tpu.md): by TPU generation. Copying them there first takes its own time.
+ON_CHIP = {None: Rate(unpack=2.4e12, power=1), "v6e": Rate(unpack=3.1e12, power=1)}
 # Products on GPUs, by the names that `ops.matmul.choose` and `ops.grouped_matmul.choose` return. XLA converts weights
 # with a scale for each channel in the product, and writes those in groups to memory first.
 XLA_CHANNEL = Rate(unpack=7.8e12, power=1)

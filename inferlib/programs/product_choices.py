@@ -14,10 +14,11 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.ring import ring_choices, ring_weights
-from inferlib.ops import choose_experts, expert_mlp, grouped_matmul
+from inferlib.ops import choose_experts, expert_mlp, grouped_matmul, on_chip
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.expert_mlp import ExpertWeights
+from inferlib.ops.low_rank import LowRankWeight
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -28,6 +29,20 @@ def packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Cho
         return {}
     weights = (w for w in model.weights if w.contracting and axes.EXPERTS not in w.axes)
     return {w.name: Choice("pallas_tpu") if w.packed else w.pack_choice(model.dtype, config.shards) for w in weights}
+
+
+def loop_choices(config: EngineConfig, model: AbstractModel) -> dict[range, Choice]:
+    """Whether the weights of a loop's layers, if there is one, stay on chip over its steps."""
+    if (loop := model.config.loop) is None:
+        return {}
+    return {range(loop.start, loop.stop): on_chip.choose(loop_products(model, config.shards), config.backend)}
+
+
+def loop_products(model: AbstractModel, shards: Shards) -> list[Any]:
+    """A device's part of the weights that the layers of a loop multiply by, with shapes for arrays."""
+    layers = [w for w in model.weights if w.contracting and w.block is not None and model.passes(w) > 1]
+    bases = (w.local(shards) for w in layers)
+    return [base.base if isinstance(base, LowRankWeight) else base for base in bases]
 
 
 def fused_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:

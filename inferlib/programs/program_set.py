@@ -228,11 +228,15 @@ class ProgramSet:
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
         with explained(f"compiling '{key}'", self.demand):
-            options = compiler_options(self.model, self.config.platform, key.tokens)
-            program = self.lower(key).compile(options or None)
+            program = self.lower(key).compile(self.options(key))
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)
+
+    def options(self, key: ProgramKey) -> dict[str, str | bool] | None:
+        """Compiler options of the program of a key."""
+        on_chip = any(choice.name != "xla" for choice in self.choices.layers["loop_weights"].values())
+        return compiler_options(self.model, self.config.platform, key.tokens, on_chip=on_chip) or None
 
     def demand(self) -> Demand:
         """What an engine with these programs takes of a device's memory, as far as they are compiled."""

@@ -336,6 +336,25 @@ def test_quantised_weights_are_read_packed(quantization):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("target", "quantization", "steps"), [("v5e-1", "int8", 8), ("v6e-1", "int4", 1)])
+def test_the_core_of_a_loop_is_read_once(target, quantization, steps):
+    """A core of 12.6 million weights, which a decode step runs 12 times. No trip reads it, and the copy before the
+    loop all of it."""
+    hf = configs.load("parcae-370m") | {"n_layers_in_recurrent_block": 1, "mean_recurrence": 12}
+    hf |= {"n_layers_in_prelude": 1, "n_layers_in_coda": 1}
+    sizes = (Buckets((128,), (8,), (512,)), Parallelism(), ("greedy",))
+    auto = Deployment(hf, target, "bfloat16", *sizes, quantization=Quantization.named(quantization))
+    keys, backends = [replace(auto.keys()[0], steps=steps)], ("auto", "loop_weights=xla")
+    ((once,), (each,)) = (report_of(replace(auto, backend=b), keys).programs for b in backends)
+    weights = [w for w in auto.planned().model.weights if auto.planned().model.passes(w) > 1 and w.contracting]
+    core = sum(array.nbytes for weight in weights for array in weight.arrays)
+    (copied,) = (k for k in once.kernels if k["name"] == "copy_on_chip")
+    assert (copied["count"], copied["nbytes"]) == (1, core)
+    assert each.moved_bytes - once.moved_bytes == pytest.approx(11 * core, rel=0.03)
+    assert_moves(once, 1.06)
+
+
+@pytest.mark.slow
 def test_quantised_caches_are_read_as_they_are():
     """No program copies keys or values or their scales or writes them in another type, nor are scales spread over
     heads."""

@@ -66,6 +66,15 @@ def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     check(x, tensor.stack, exact, blocks_=chosen)
 
 
+@pytest.mark.parametrize("name", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "mxfp4"))])
+def test_it_multiplies_by_weights_that_are_on_chip(name):
+    rng = np.random.default_rng(2)
+    tensor, exact = packed(name, numbers(rng, 1, 2, 256, 384))
+    x = jnp.asarray(rng.standard_normal((3, 256)), jnp.bfloat16)
+    for chosen in (None, Blocks(16, 128)):
+        check(x, dataclasses.replace(tensor.stack, on_chip=True), exact, layer=0, blocks_=chosen)
+
+
 @pytest.mark.parametrize("name", ["fp8_block", pytest.param("int4", marks=pytest.mark.slow)])
 def test_many_rows_fill_a_unit_that_sums_over_two_groups(name):
     """Weights of two groups are scaled and rounded to bfloat16 before the product, and a last group alone."""

@@ -20,6 +20,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
@@ -33,6 +34,9 @@ BUCKETS = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 # States that are drawn, as in published models.
 DRAWN = HUGINN | {"state_init": "like-init"}
+# As wide as kernels for TPUs need.
+WIDE = {"n_embd": 128, "recurrent_embedding_dimension": 128, "intermediate_size": 256}
+WIDE |= {"recurrent_intermediation_embedding_dimension": 256}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +143,20 @@ def test_tokens_are_the_same(name, options, paths, request):
     expected = tokens_of(request.getfixturevalue(name), prompts, GREEDY)
     buckets = replace(BUCKETS, prefill=BUCKETS.prefill[-1:])
     assert tokens_of(build_llm(paths[name], buckets, **options), prompts, GREEDY) == expected
+
+
+@pytest.mark.slow
+def test_weights_on_chip_change_no_token(tmp_path):
+    path = make_looped(tmp_path / "wide", PARCAE | WIDE)
+    write_tokenizer(path)
+    memory, on_chip = (
+        build_llm(path, BUCKETS, dtype="bfloat16", quantization="int8", backend=backend)
+        for backend in (Backend(matmul="pallas_tpu"), Backend(matmul="pallas_tpu", loop_weights="pallas_tpu"))
+    )
+    assert on_chip.engine.programs.choices.fallbacks == {}
+    prompts = random_prompts([20, 7, 33, 12], seed=5)
+    assert tokens_of(on_chip, prompts, GREEDY) == tokens_of(memory, prompts, GREEDY)
+    np.testing.assert_array_equal(on_chip.logits(prompts[0]), memory.logits(prompts[0]))
 
 
 # ---- the number of steps

@@ -8,6 +8,7 @@ from inferlib import configs
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.on_chip import OPTIONS
 from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.program import ProgramKey
 
@@ -40,6 +41,12 @@ def test_products_of_many_rows_are_left_to_cublas(quantization, tokens, options)
 def test_other_programs_are_compiled_as_ever():
     assert compiler_options(model(None), "tpu", 8192) == {}
     assert compiler_options(model(None, "float32"), "gpu", 8192) == {}
+
+
+def test_loops_that_keep_weights_on_chip_say_so_to_the_compiler():
+    assert compiler_options(model("int8"), "tpu", 64, on_chip=True) == OPTIONS
+    assert compiler_options(model("int8"), "tpu", 65, on_chip=True) == {}
+    assert compiler_options(model("int8"), "gpu", 8, on_chip=True) == {}
 
 
 def test_a_step_has_the_tokens_of_rows_and_of_prompts():
