@@ -53,10 +53,16 @@ class Inside(NamedTuple):
 class Stages:
     """The parts of a looped model, each run by itself, for decode rows of one token each.
 
-    Contexts are of all B rows; those that a part is not run for are inactive in them.
+    Contexts are of all B rows; those that a part is not run for are inactive in them. core: its blocks as its steps
+    read them, see `Loop.brought`; None: as they are.
     """
 
     decoder: Decoder
+    core: Sequence[Block] | None = None
+
+    def brought(self, ctx: StepContext) -> Stages:
+        """The same parts, for steps of the core of such a context."""
+        return replace(self, core=self.decoder.loop.brought(self._part(1)[1], ctx))
 
     @property
     def steps(self) -> int:
@@ -150,7 +156,7 @@ class Stages:
         at = next(i for i, segment in enumerate(segments) if segment.looped)
         return (
             (segments[:at], segments[at : at + 1], segments[at + 1 :])[number],
-            (blocks[:first], blocks[first:last], blocks[last:])[number],
+            (blocks[:first], self.core or blocks[first:last], blocks[last:])[number],
         )
 
 

@@ -673,9 +673,10 @@ class _Maker:
     def decode_depthwise(self, weights, cache, state: RowState, control: Control):
         """`decode` of rows at different steps of a loop's core."""
         (caches, _), rows = self.split(cache), state.head(self.key.rows)
+        context = lambda rows: self.context_of_rows(rows, rows_batch(rows))  # noqa: E731
         decoding = DepthwiseDecoding(
-            Stages(self.model.merge(weights)),
-            lambda rows: self.context_of_rows(rows, rows_batch(rows)),
+            Stages(self.model.merge(weights)).brought(context(rows)),
+            context,
             self.advance,
             Quorum.of(self.model, self.config.depthwise_batching),
             self.key.most,

@@ -146,16 +146,18 @@ def test_tokens_are_the_same(name, options, paths, request):
 
 
 @pytest.mark.slow
-def test_weights_on_chip_change_no_token(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"early_exit": True, "depthwise_batching": True}], ids=["passes", "depthwise"])
+def test_weights_on_chip_change_no_token(options, tmp_path):
     path = make_looped(tmp_path / "wide", PARCAE | WIDE)
     write_tokenizer(path)
     memory, on_chip = (
-        build_llm(path, BUCKETS, dtype="bfloat16", quantization="int8", backend=backend)
+        build_llm(path, BUCKETS, dtype="bfloat16", quantization="int8", backend=backend, **options)
         for backend in (Backend(matmul="pallas_tpu"), Backend(matmul="pallas_tpu", loop_weights="pallas_tpu"))
     )
     assert on_chip.engine.programs.choices.fallbacks == {}
     prompts = random_prompts([20, 7, 33, 12], seed=5)
-    assert tokens_of(on_chip, prompts, GREEDY) == tokens_of(memory, prompts, GREEDY)
+    sampling = replace(GREEDY, exit_threshold=0.1) if options else GREEDY
+    assert tokens_of(on_chip, prompts, sampling) == tokens_of(memory, prompts, sampling)
     np.testing.assert_array_equal(on_chip.logits(prompts[0]), memory.logits(prompts[0]))
 
 
