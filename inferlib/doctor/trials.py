@@ -24,17 +24,20 @@ from inferlib.ops import grouped_matmul as grouped_op
 from inferlib.ops import mla_decode_attention as mla_decode_op
 from inferlib.ops import mla_prefill_attention as mla_prefill_op
 from inferlib.ops.attention import AttentionOptions
+from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import cache_write, chunk_write
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.group_order import group_order
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells
 from inferlib.ops.matmul import matmul
 from inferlib.ops.mla_queries import mla_queries
+from inferlib.ops.on_chip import brought
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.project_and_attend import project_and_attend
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, quantize
 from inferlib.ops.residual_norm import reference, residual_norm
+from inferlib.pallas_kernels.generations_tpu import generation
 from inferlib.sharding import axes
 from inferlib.tuning.kernel_cases.chunk_write import ChunkWrite
 from inferlib.tuning.kernel_cases.decode_attention import DecodeAttention
@@ -333,6 +336,27 @@ def product(case: MxMatmul, backend: str, *, float4: bool = False) -> Trial:
         return jnp.einsum("ti,i...->t...", x, exact, precision=jax.lax.Precision.HIGHEST)
 
     return Trial(kernel, oracle, (x, as_read, exact))
+
+
+def loop(case: MxMatmul) -> Trial:
+    """Three trips of a loop, each of which multiplies the rows by a square weight that stays on chip, and norms them."""
+    draw = Draw()
+    x, w = draw.normal(case.rows, case.inputs), draw.weight(case.scheme, case.inputs, case.inputs, contracting=0)
+    backend = Backend(matmul="pallas_tpu", loop_weights="pallas_tpu", generation=generation())
+
+    def trips(x: jax.Array, multiply: Callable) -> jax.Array:
+        norm = jnp.ones(case.inputs)
+        return jax.lax.fori_loop(0, 3, lambda _, y: rms_norm(multiply(y), norm, EPS).astype(x.dtype), x)
+
+    def kernel(x, w, exact):
+        there = brought(w, case.rows, backend)
+        return trips(x, partial(matmul, w=there, out_dtype=jnp.float32))
+
+    def oracle(x, w, exact):
+        return trips(x, lambda y: jnp.einsum("ti,io->to", y, exact, precision=jax.lax.Precision.HIGHEST))
+
+    as_read = packed(w, case.scheme, (case.inputs, case.inputs))
+    return Trial(kernel, oracle, (x, as_read, whole(w, 0)))
 
 
 def packed(
