@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -339,10 +339,10 @@ def product(case: MxMatmul, backend: str, *, float4: bool = False) -> Trial:
 
 
 def loop(case: MxMatmul) -> Trial:
-    """Three trips of a loop, each of which multiplies the rows by a square weight that stays on chip, and norms them."""
-    draw = Draw()
+    """Three trips of a loop, which multiply the rows by a square weight that stays on chip, and norm them."""
+    draw, this_chip = Draw(), cast(Any, generation())
     x, w = draw.normal(case.rows, case.inputs), draw.weight(case.scheme, case.inputs, case.inputs, contracting=0)
-    backend = Backend(matmul="pallas_tpu", loop_weights="pallas_tpu", generation=generation())
+    backend = Backend(matmul="pallas_tpu", loop_weights="pallas_tpu", generation=this_chip)
 
     def trips(x: jax.Array, multiply: Callable) -> jax.Array:
         norm = jnp.ones(case.inputs)
