@@ -113,7 +113,7 @@ def ranked(ranking: Ranking, top: int) -> Table:
     ):
         table.add_column(title, justify="right")
     table.add_column("bound by")
-    cores = ranking.target.platform == "tpu" and any(option.deployed.config.loop for option in ranking.options)
+    cores = any(option.core for option in ranking.options)
     if cores:
         table.add_column("core")
     seen: dict[tuple[str, str], Option] = {}
@@ -134,7 +134,7 @@ def ranked(ranking: Ranking, top: int) -> Table:
             f"{option.memory.total / 1024**3:.1f} GiB",
             f"{option.memory.total / ranking.target.hbm_bytes:.0%}",
             option.decode.bound,
-            *["on chip" if option.deployed.loop_weights.name != "xla" else "in memory"] * cores,
+            *[option.core] * cores,
         )
     return table
 

@@ -62,7 +62,7 @@ def _too_large(size: int) -> str | None:
 
     if size <= (have := room()):
         return None
-    where = f"on-chip memory of {generation() or 'every TPU'}"
+    where = f"on-chip memory of {generation() or 'all TPUs from v5e on'}"
     return f"the loop's weights take {size / 1e6:.1f} MB, {(size - have) / 1e6:.1f} MB more than fit in {where}"
 
 

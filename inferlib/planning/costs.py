@@ -425,10 +425,14 @@ class Deployed:
         reads them for the first time only."""
         matrices = []
         for m in (*self.matrices, *self._compared):
-            first = replace(m, on_chip=m.looped and self.loop_weights.name != "xla" and tokens <= MEMORY_BOUND_ROWS)
+            first = replace(m, on_chip=m.looped and self.reads_core_once(tokens))
             again = replace(first, nbytes=0) if first.on_chip else first
             matrices += [first] + [again] * (m.passes - 1)
         return matrices
+
+    def reads_core_once(self, tokens: float) -> bool:
+        """Whether a step of so many tokens on a device keeps the weights of a loop on chip."""
+        return tokens <= MEMORY_BOUND_ROWS and self.loop_weights.name != "xla"
 
     @cached_property
     def loop_weights(self) -> Choice:

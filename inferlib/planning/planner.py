@@ -123,6 +123,15 @@ class Option:
         return min(self.batch, self.workload.concurrency)
 
     @property
+    def core(self) -> str | None:
+        """Where decode steps on TPUs read the core of a looped model: once, to keep it "on chip", or "in memory", as
+        often as they run it. None of others."""
+        if self.deployed.config.loop is None or self.deployed.target.platform != "tpu":
+            return None
+        tokens = -(-self.active // self.deployed.replicas) * (1 + self.drafts)
+        return "on chip" if self.deployed.reads_core_once(tokens) else "in memory"
+
+    @property
     def step(self) -> float:
         """Seconds of a decode step, of its drafts and of compactions."""
         return self.decode.seconds + self.drafting + self.compaction
@@ -174,6 +183,7 @@ class Option:
             "weights": self.deployed.weights,
             "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
             "cache_policy": self.deployed.cache_policy and str(self.deployed.cache_policy),
+            "core": self.core,
             "batch": self.batch,
             "pool_tokens": self.pool_tokens,
             "ttft": self.ttft,

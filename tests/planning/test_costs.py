@@ -293,6 +293,9 @@ def test_the_core_of_a_loop_is_stored_once_and_read_at_every_step_unless_it_stay
     assert more - less == 7 * 2 * (others + gates + (0 if on_chip else products))
     if target == "v6e-1":
         assert "100.7 MB, 4.2 MB more than fit in on-chip memory of v6e" in eight.loop_weights.reason
+    options = rank(config, parse_target(target), Workload(512, 128, rows)).options
+    unquantised = [option for option in options if option.deployed.quantization is None and option.batch >= rows]
+    assert {option.core for option in unquantised} == {"on chip" if on_chip else "in memory"}
     cells = [it.decode(rows=4, live=1000).cache_bytes for it in (eight, one)]
     assert cells[0] / cells[1] == (8 + 4 * 8) / 12
 
