@@ -83,7 +83,7 @@ class StepEstimate:
     operations: by how they are priced (see `inspection.prices.Price`): by their "listing", by the compiler's
     "estimate", or by "bytes". waits: for copies in the background. fetching: of
     collectives during which weights arrive; exposed: during which neither weights do nor an operation runs. prices,
-    collectives: of each kind of operation and collective, as `Played.facts` has them.
+    collectives: of each kind of operation and collective, as `Played.facts` has them. spans: see `Played`.
     """
 
     operations: Mapping[str, float]
@@ -92,6 +92,7 @@ class StepEstimate:
     exposed: float
     prices: Sequence[Mapping[str, Any]]
     collectives: Sequence[Mapping[str, Any]]
+    spans: Sequence[Sequence[float]] = ()
 
     @staticmethod
     def of(facts: Mapping[str, Any] | None) -> StepEstimate | None:
@@ -101,7 +102,7 @@ class StepEstimate:
         for price in facts["prices"]:
             operations[price["how"]] += price["count"] * price["seconds"]
         names = ("waits", "fetching", "exposed", "prices", "collectives")
-        return StepEstimate(operations, *(facts[name] for name in names))
+        return StepEstimate(operations, *(facts[name] for name in names), spans=facts.get("spans", ()))
 
     @property
     def network(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from inferlib.inspection.bundles import LATENCY
 from inferlib.inspection.hlo import Computation, Instruction, Module
@@ -22,17 +22,28 @@ Waiting = Callable[[Computation, Instruction], Price]
 _CALLS = ("call", "async-start", "call-start")
 
 
+class Span(NamedTuple):
+    """A collective, in seconds since the step began: its links are busy from `start` to `end`. The step waits for it
+    from `needed` on, unless it has ended by then."""
+
+    start: float
+    end: float
+    needed: float
+
+
 @dataclass
 class Played:
     """One step. prices, collectives: how often the price of each operation and each collective is paid. waits: seconds
     of waits for copies in the background. fetching: seconds of collectives that such copies use, for which the step
-    would have to wait else; exposed: those during which neither copies nor operations run."""
+    would have to wait else; exposed: those during which neither copies nor operations run. spans: of collectives; of a
+    loop, those of its first two trips."""
 
     prices: Counter[Price] = field(default_factory=Counter)
     collectives: Counter[Price] = field(default_factory=Counter)
     waits: float = 0.0
     fetching: float = 0.0
     exposed: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, other: Played, times: int) -> None:
         """Add what is `times` as long."""
@@ -41,10 +52,11 @@ class Played:
                 mine[price] += times * count
         for name in ("waits", "fetching", "exposed"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        self.spans += other.spans
 
     def facts(self) -> dict[str, Any]:
         """As JSON values: prices with their count, the dearest first; and seconds."""
-        totals = {"waits": self.waits, "fetching": self.fetching, "exposed": self.exposed}
+        totals = {"waits": self.waits, "fetching": self.fetching, "exposed": self.exposed, "spans": self.spans}
         return {"prices": _dearest(self.prices), "collectives": _dearest(self.collectives), **totals}
 
 
@@ -63,13 +75,13 @@ def play(module: Module, pricing: Pricing, waiting: Waiting, bandwidth: float) -
 
 class _Player:
     """Played so far, and what is under way: the bytes left of each copy, in the order of their starts, and when each
-    collective ends."""
+    collective starts and ends."""
 
     def __init__(self, module: Module, pricing: Pricing, waiting: Waiting, bandwidth: float):
         self.module, self.pricing, self.waiting, self.bandwidth = module, pricing, waiting, bandwidth
         self.played, self.now, self.link_free = Played(), 0.0, 0.0
         self.copies: dict[str, tuple[float, float]] = {}  # bytes left, time of the start
-        self.ends: dict[str, float] = {}
+        self.under_way: dict[str, tuple[float, float]] = {}  # collectives: start and end
 
     def run(self, computation: Computation, times: int) -> None:
         """Run a computation, which runs `times` times in a step."""
@@ -123,20 +135,24 @@ class _Player:
             self._start(i.name, price)
             return
         self.played.collectives[price] += 1
+        self.played.spans.append(Span(self.now, self.now + price.seconds, self.now))
         self._expose(price.seconds)
 
     def _start(self, name: str, price: Price) -> None:
         self.played.collectives[price] += 1
-        self.link_free = max(self.now, self.link_free) + price.seconds
-        self.ends[name] = self.link_free
+        start = max(self.now, self.link_free)
+        self.link_free = start + price.seconds
+        self.under_way[name] = start, self.link_free
 
     def _done(self, i: Instruction) -> None:
         for name in i.operands:
-            if name in self.ends:
+            if name in self.under_way:
+                start, end = self.under_way.pop(name)
                 if i.op == "async-update":
-                    self.ends[i.name] = self.ends.pop(name)
+                    self.under_way[i.name] = start, end
                 else:
-                    self._expose(max(self.ends.pop(name) - self.now, 0.0))
+                    self.played.spans.append(Span(start, end, self.now))
+                    self._expose(max(end - self.now, 0.0))
             elif name in self.copies:
                 self._await(name)
 

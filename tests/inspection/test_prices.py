@@ -148,6 +148,8 @@ def test_a_schedule_is_played_with_what_runs_in_the_background():
     played = play(Module(TEXT), pricing, lambda *_: reduced, 819e9)
     assert played.prices == {one: 10 * 2 + 1, half_of_hbm: 1}
     assert played.collectives == {reduced: 1}
+    ((start, end, needed),) = played.spans
+    assert (start, end - start) == (needed, pytest.approx(5e-6))
     assert played.exposed == pytest.approx(0.0, abs=1e-12)
     # The copy runs before the weight's start; the loop's trips behind the second fetch what the second does.
     assert played.fetching == pytest.approx(5e-6)
@@ -169,6 +171,8 @@ def test_an_asynchronous_collective_hides_behind_operations():
     waits = (2 << 24) / 819e9
     assert (played.collectives, played.waits) == ({reduced: 1}, pytest.approx(waits))
     assert played.exposed + played.fetching == pytest.approx(100e-6 - 3e-6 - waits)
+    ((start, end, needed),) = played.spans
+    assert (end - start, needed - start) == (pytest.approx(100e-6), pytest.approx(3e-6 + waits))
 
 
 @pytest.mark.parametrize(
