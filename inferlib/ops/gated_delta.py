@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks
+from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks, solved
 
 CHUNK = 64  # tokens whose updates become products; longer chunks do more work in all, shorter ones take more steps
 
@@ -65,8 +64,7 @@ def gated_delta_chunk(
     seen = ratio * einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
     system = strict * beta[..., None] * ratio * einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
     targets = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
-    solved = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
-    changes, reads = solved[..., :size], solved[..., size:]
+    changes, reads = jnp.split(solved(system, targets), [size], axis=-1)
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, since, left, seen, changes, reads = inputs

@@ -11,10 +11,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from inferlib.ops.gated_delta import CHUNK
-from inferlib.ops.in_chunks import einsum, in_chunks, live_only, over_chunks
+from inferlib.ops.in_chunks import einsum, in_chunks, live_only, over_chunks, solved
 
 BLOCK = 16  # tokens of a block; fading is computed for each pair of them, and between blocks it is a product
 
@@ -80,7 +79,7 @@ def kimi_delta_chunk(
     q, read, k = _faded(q, since, before), _faded(k, since, before), _faded(k, until, after)
     targets = beta[..., None] * jnp.concatenate([v, read], axis=-1)
     system = jnp.tril(jnp.ones((width, width)), -1) * beta[..., None] * met
-    solved = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
+    changes, reads = jnp.split(solved(system, targets), [size], axis=-1)
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, seen, change, reads, fading = inputs
@@ -88,7 +87,7 @@ def kimi_delta_chunk(
         out = einsum("pkid,pkdv->pkiv", q, s) + einsum("pkij,pkjv->pkiv", seen, change)
         return fading[..., None] * s + einsum("pkid,pkiv->pkdv", k, change), out
 
-    inputs = q, k, seen, solved[..., :size], solved[..., size:], jnp.exp(jnp.sum(whole, axis=3))
+    inputs = q, k, seen, changes, reads, jnp.exp(jnp.sum(whole, axis=3))
     state, out = over_chunks(step, state, inputs)
     return jnp.moveaxis(out, (0, 3), (1, 2)).reshape(p, count * width, heads, size)[:, :c], state
 

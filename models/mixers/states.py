@@ -13,6 +13,7 @@ from jax import lax
 
 from inferlib.models.batch import StepBatch, rolled
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.ops.in_chunks import scan
 
 States = tuple[jax.Array, ...]
 # A rule takes inputs [P, C, ...] of C tokens for each of P rows, the states of the rows [P, ...], and the number of
@@ -61,7 +62,7 @@ def _chunks_in_turn(
     if chunks[0].shape[0] == 1:
         arrays, out = one(cache.arrays, jax.tree.map(lambda x: x[0], (table, list(chunks))))
         return out[None], replace(cache, arrays=arrays)
-    arrays, out = lax.scan(one, cache.arrays, (table, list(chunks)))
+    arrays, out = scan(one, cache.arrays, (table, list(chunks)))
     return out, replace(cache, arrays=arrays)
 
 

@@ -29,6 +29,9 @@ from inferlib.config import EngineConfig
 from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.ops.gated_delta import gated_delta_chunk
+from inferlib.ops.kimi_delta import kimi_delta_chunk
+from inferlib.ops.state_space import state_space_chunk
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling import sampler
@@ -93,6 +96,19 @@ def test_what_the_compiler_takes_passes():
     assert broken(fine, FLOATS, INTS) == set()
 
 
+@pytest.mark.parametrize("rule", [gated_delta_chunk, kimi_delta_chunk, state_space_chunk])
+def test_chunks_of_recurrent_rules_pass(rule):
+    """Of more tokens than one product takes."""
+    keys, values, of_heads = (1, 150, 2, 8), (1, 150, 2, 3, 6), (1, 150, 2, 3)
+    shapes = {
+        gated_delta_chunk: (keys, keys, values, of_heads, of_heads, (1, 6, 8, 6)),
+        kimi_delta_chunk: (keys, keys, (1, 150, 2, 6), keys, (1, 150, 2), (1, 2, 8, 6)),
+        state_space_chunk: (keys, keys, values, of_heads, (1, 6, 6, 8)),
+    }[rule]
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert broken(rule, *inputs, jax.ShapeDtypeStruct((1, 150), jnp.bool)) == set()
+
+
 def test_a_finding_says_where_and_why():
     def decode(x):
         with jax.named_scope("attention"):
@@ -119,8 +135,8 @@ def programs(family: str) -> ProgramSet:
     return ProgramSet.make(abstract_model(config_from_hf(hf), "bfloat16"), config)
 
 
-# What experts and the chunks of linear attention need, Trainium's compiler lacks.
-REFUSED = {"qwen3_moe": {"sort", "loop"}, "qwen3_5_text": {"loop"}, "olmo_hybrid": {"loop"}}
+# What experts need, Trainium's compiler lacks.
+REFUSED = {"qwen3_moe": {"sort", "loop"}}
 DENSE = [family for family, options in FAMILIES.items() if not any("expert" in name for name in options)]
 DENSE = [family for family in DENSE if family not in REFUSED]
 BOTH = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from inferlib.ops import in_chunks
 from inferlib.ops.causal_conv import causal_conv
 from inferlib.ops.gated_delta import gated_delta_chunk, gated_delta_step
 from inferlib.ops.kimi_delta import kimi_delta_chunk, kimi_delta_step
@@ -129,6 +130,29 @@ def test_kimi_chunks_equal_tokens_in_turn(tokens, lengths, fading, alike):
         np.testing.assert_allclose(after[row], s, rtol=0, atol=TOLERANCE)
         if not count:
             np.testing.assert_array_equal(after[row], state[row])
+
+
+@pytest.mark.parametrize(("fading", "alike"), [(1e-3, 0.9), (1e-6, 1.0)])
+def test_what_trainium_gets_computes_the_same(fading, alike, monkeypatch):
+    """Unrolled loops, and triangular systems that are solved by blocks: of keys that are alike, or all the same."""
+    taken = []
+
+    def on_trainium(*arguments, neuron, default):
+        taken.append(neuron)
+        return neuron(*arguments)
+
+    rng, valid = np.random.default_rng(3), np.ones((2, 150), bool)
+    for rule, inputs in (
+        (gated_delta_chunk, draw(rng, 2, 150, fading=fading, alike=alike)),
+        (kimi_delta_chunk, draw_kimi(rng, 2, 150, fading, alike)),
+    ):
+        expected = jax.jit(lambda *args, rule=rule: rule(*args))(*inputs, valid)
+        with monkeypatch.context() as patched:
+            patched.setattr(in_chunks.lax, "platform_dependent", on_trainium)
+            got = jax.jit(lambda *args, rule=rule: rule(*args))(*inputs, valid)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+    assert len(taken) == 4
 
 
 def test_a_kimi_step_equals_a_chunk_of_one_token():
