@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.train.model import PRESETS
-from examples.train.train import plot
+from examples.train.model import core_steps
+from examples.train.train import Settings, plot
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.distillation.record import read_log
 from inferlib.distillation.texts import rows_of
@@ -58,10 +58,11 @@ def measure(run: Path, rows: Sequence[list[int]], dtype: str | None) -> Iterator
     """The lines of a run."""
     settings = json.loads((run / "training" / "settings.json").read_text(encoding="utf-8"))
     preset, seed, length = settings["preset"], settings["seed"], len(rows[0])
-    mean = PRESETS[preset][-1]
+    mean = core_steps(preset)
     injection = "" if settings["injection"] == "diagonal" else f", {settings['injection']} injection"
     long = f"{settings['minutes']:g} minutes" if settings["minutes"] else f"{settings['steps']} steps"
-    name = f"{preset}{injection}, learning rate {settings['learning_rate']:g}, {long}"
+    width = "" if settings["width"] == Settings.width else f", width {settings['width']}"
+    name = f"{preset}{width}{injection}, learning rate {settings['learning_rate']:g}, {long}"
     result = json.loads((run / "training" / "result.json").read_text(encoding="utf-8"))
     if result["diverged"]:
         yield Measured(name, f"diverged at step {result['step']}", seed, np.nan, np.nan)

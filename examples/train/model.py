@@ -24,15 +24,55 @@ from inferlib.ops.matmul import Activations
 from inferlib.sharding.shards import Shards
 
 # Layers of the prelude, the core and the coda, and how often the core runs.
-PRESETS = {"a": (2, 2, 2, 1), "b": (2, 2, 2, 8), "c": (2, 16, 2, 1)}
+LOOPS = {"a": (2, 2, 2, 1), "b": (2, 2, 2, 8), "c": (2, 16, 2, 1)}
+# Lanes, and whether their sums reach each other, a layer late. One lane is tensor parallelism, computed on one device.
+LANES = {"d-tensor": (1, False), "d-delayed": (8, True), "d-none": (8, False)}
+LANE_LAYERS = 12
+PRESETS = (*LOOPS, *LANES)
 THROUGH = 4  # the last steps of the core, which gradients go through
 _FADING = math.sqrt(1 / 5)  # of a state at a step, at first
 
 
+def core_steps(preset: str) -> int:
+    """How often the core of a preset runs, on average in training."""
+    return LOOPS[preset][-1] if preset in LOOPS else 1
+
+
 def config_of(preset: str, vocab: int, *, width: int = 512, length: int = 512, injection: str = "diagonal") -> dict:
-    """The config.json of a preset: Parcae as published (Prairie et al. 2026). One whose core runs once gets the
-    prelude's output as its first state, so it is a transformer; behind the core it has a matrix that begins as 1."""
-    prelude, core, coda, steps = PRESETS[preset]
+    """The config.json of a preset."""
+    if preset in LANES:
+        return lane_config(preset, vocab, width, length)
+    return loop_config(preset, vocab, width, length, injection)
+
+
+def lane_config(preset: str, vocab: int, width: int, length: int) -> dict:
+    """Laneformer as published (Kog AI 2026): a Llama in lanes. All presets have the same weights."""
+    lanes, exchanges = LANES[preset]
+    return {
+        "architectures": ["LaneformerTPForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": LANE_LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8 * (width // 3),
+        "max_position_embeddings": 2 * length,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "num_lanes": lanes,
+        "broadcast_delay": 1,
+        "use_comm": exchanges,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def loop_config(preset: str, vocab: int, width: int, length: int, injection: str) -> dict:
+    """Parcae as published (Prairie et al. 2026). One whose core runs once gets the prelude's output as its first state,
+    so it is a transformer; behind the core it has a matrix that begins as 1."""
+    prelude, core, coda, steps = LOOPS[preset]
     looped = steps > 1
     return {
         "model_class_name": "Parcae",
@@ -82,16 +122,27 @@ class RowAttention:
 
     def __init__(self, layer: Attention, rows: int, kernel: Any):
         self.layer, self.rows, self.kernel = layer, rows, kernel
+        self.qkv, self.o, self.finished = layer.qkv, layer.o, layer.finished
 
     def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         """x [B T, D] -> [B T, D]. The cache stays empty."""
-        q, cells = self.layer.project(x, ctx)
-        queries, keys, values = (y.reshape(self.rows, len(q) // self.rows, -1, q.shape[-1]) for y in (q, *cells))
+        heads, cache = self.attended(x, ctx, cache)
+        return ctx.matmul(heads, self.o[...], contract=3), cache
+
+    def attended(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """What the output projection takes, [B T, K, G, h]."""
+        return self.attend(*self.layer.project(x, ctx), cache, ctx)
+
+    def attend(
+        self, q: jax.Array, new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext
+    ) -> tuple[jax.Array, LayerCache]:
+        """The attention of queries [B T, K, G, h] to keys and values [B T, K, h] each."""
+        queries, keys, values = (y.reshape(self.rows, len(q) // self.rows, -1, q.shape[-1]) for y in (q, *new))
         scale = self.layer.spec.scale
         out = jax.nn.dot_product_attention(
             queries, keys, values, scale=scale, is_causal=True, implementation=self.kernel
         )
-        return ctx.matmul(out.reshape(q.shape), self.layer.o[...], contract=3), cache
+        return out.reshape(q.shape), cache
 
 
 def decoder_of(model: AbstractModel, weights: Sequence[jax.Array], rows: int) -> Decoder:
@@ -119,7 +170,8 @@ def logits_of(
     """
     rows, weights = len(tokens), cast(weights, model.dtype)
     decoder, spec, ctx = decoder_of(model, weights, rows), model.config.loop, context(model, tokens)
-    assert spec is not None  # every preset has a core
+    if spec is None:
+        return decoder.logits(lane_states(decoder, ctx), Shards()).reshape(*tokens.shape, -1)
 
     def run(decoder: Decoder, layers: slice, x: jax.Array) -> jax.Array:
         for block in decoder.blocks[layers]:
@@ -144,16 +196,24 @@ def logits_of(
     return decoder.logits(x, Shards()).reshape(*tokens.shape, -1)
 
 
+def lane_states(decoder: Decoder, ctx: StepContext) -> jax.Array:
+    """The last states of a model with lanes [B T, N D]. Gradients compute each layer again: lanes take memory."""
+    residual = decoder.lanes.entered(decoder.embedding(ctx), Shards())
+    for block in decoder.blocks:
+        layer = jax.checkpoint(lambda residual, block=block: block(residual, ctx, LayerCache(()))[0])
+        residual = layer(residual)
+    return decoder.outputs(residual, ctx)
+
+
 def flops_of(model: AbstractModel, length: int) -> int:
     """Estimate of the operations of a training step for each token: a multiplication and an addition for each weight of
     a product, attention to half a row on average, and twice that for each layer that gradients go through."""
     spec, config = model.config.loop, model.config
-    assert spec is not None
-    backward = THROUGH if spec.steps > 1 else 1
+    backward = THROUGH if spec is not None and spec.steps > 1 else 1
     total = 6 * config.vocab * config.dim  # the head
     for weight in model.weights:
-        core = weight.block is not None and spec.start <= weight.block < spec.stop
-        forward, through = (spec.steps, backward) if core else (1, 1)
+        core = spec is not None and weight.block is not None and spec.start <= weight.block < spec.stop
+        forward, through = (spec.steps, backward) if spec is not None and core else (1, 1)
         attention = 2 * length * config.dim if weight.part == "attn.o" else 0
         product = 2 * math.prod(weight.shape) if weight.contracting or weight.part in ("loop.input", "loop.exit") else 0
         total += (product + attention) * (forward + 2 * through)

@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from examples.train.data import Data, prepare
-from examples.train.model import PRESETS, config_of, first_weights, flops_of, logits_of
+from examples.train.model import PRESETS, config_of, core_steps, first_weights, flops_of, logits_of
 from inferlib.checkpoint.save import save_model
 from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import taken
@@ -60,7 +60,7 @@ class Settings:
             raise ConfigurationError("batch and length are 1 at least, vocab 257, and width a multiple of 64")
         if self.batch % jax.device_count():
             raise ConfigurationError(f"a batch of {self.batch} does not divide over {jax.device_count()} devices")
-        if self.injection != "diagonal" and PRESETS[self.preset][-1] == 1:
+        if self.injection != "diagonal" and core_steps(self.preset) == 1:
             raise ConfigurationError(f"preset {self.preset} repeats no layers, so it has no injection: leave it out")
         if not 0 < self.learning_rate < 1:
             raise ConfigurationError(f"the learning rate is between 0 and 1, got {self.learning_rate}")
@@ -145,7 +145,7 @@ class Run:
     def batch(self, number: int) -> tuple[jax.Array, np.int32, np.float32]:
         """Of a step: its rows, how often the core runs (Poisson, at least once; the same for all rows), and the
         learning rate."""
-        settings, mean = self.settings, PRESETS[self.settings.preset][-1]
+        settings, mean = self.settings, core_steps(self.settings.preset)
         count = max(1, np.random.default_rng((settings.seed, number)).poisson(mean))
         rows = taken(self.data.rows, number, settings.batch, settings.seed)
         return self.shared(rows), np.int32(count), np.float32(settings.rate(number))
@@ -180,7 +180,7 @@ class Run:
         """The loss on the first rows that are held out, with as many steps of the core as in training on average."""
         settings, rows = self.settings, self.data.held_out[:HELD_OUT]
         rows = np.resize(rows, (-(-len(rows) // settings.batch) * settings.batch, rows.shape[1]))
-        mean = np.int32(PRESETS[settings.preset][-1])
+        mean = np.int32(core_steps(settings.preset))
         parts = [
             self.measured(weights, self.shared(part), mean) for part in np.split(rows, len(rows) // settings.batch)
         ]

@@ -78,6 +78,9 @@ PASS = jax.jit(logits_of, static_argnums=0)
         pytest.param("b", "linear", marks=pytest.mark.slow),
         pytest.param("b", "add", marks=pytest.mark.slow),
         pytest.param("c", "diagonal", marks=pytest.mark.slow),
+        pytest.param("d-tensor", "diagonal", marks=pytest.mark.slow),
+        pytest.param("d-delayed", "diagonal", marks=pytest.mark.slow),
+        pytest.param("d-none", "diagonal", marks=pytest.mark.slow),
     ],
 )
 def test_the_written_model_gives_the_logits_that_were_trained(preset, injection, tmp_path):
@@ -89,7 +92,7 @@ def test_the_written_model_gives_the_logits_that_were_trained(preset, injection,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["a", "b"])
+@pytest.mark.parametrize("preset", ["a", "b", "d-delayed"])
 def test_decoding_is_the_pass_of_training(preset, tmp_path):
     hf, model, weights = drawn(preset)
     save_model(tmp_path, hf, model, weights)
