@@ -51,6 +51,14 @@ LESS = {
     "14_long_contexts": {
         '"quest": (64, 128), "keydiff": (128, 256), "h2o": (256,), "snapkv": (256,)': '"quest": (64,)',
     },
+    "15_loops_and_lanes": {
+        '"--steps", "100"': '"--steps", "4"',
+        "DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)": "DEPTHS = (1, 8)",
+        "THRESHOLDS = (0.01, 0.03, 0.1, 0.3)": "THRESHOLDS = (0.3,)",
+        "max_tokens=120": "max_tokens=8",
+        "LAYERS = 4": "LAYERS = 2",
+        '    steps["tensor parallelism"] = decode_step()\n': "",
+    },
     # GPTQ runs on single matrices before.
     "13_where_four_bits_hurt": {
         "tokens=1536": "tokens=512",
