@@ -5,13 +5,13 @@ leave its core early.
     python benchmarks/depthwise.py --set n_embd=2048 n_heads=16 intermediate_size=5632 vocab_size=32768 --dtype bfloat16
     python benchmarks/depthwise.py --by rows
 
-A shape from configs/ with random weights, by default a tiny Huginn. Each row decodes --tokens tokens behind a short
-random prompt. The threshold is found by itself: the one with which tokens take --share of the steps on average. With
-"--by rows" each row takes a depth of its own instead, of this mean, and deep ones decode fewer tokens, so that all end
-together.
+A shape from configs/ with random weights, by default a tiny Huginn. Each row samples --tokens tokens behind a short
+random prompt: the most likely ones of random weights repeat, and with them their depths. The threshold is found by
+itself: the one with which tokens take --share of the steps on average. With "--by rows" each row takes a depth of its
+own instead, of this mean, and deep ones decode fewer tokens, so that all end together.
 
 "steps" is how many steps of the core a token takes, "trips" how many are run for each token, and "phases" how often the
-rest of the model is; "tokens/s" counts decoding alone, the best of three runs. "all steps" has no early exits.
+rest of the model is; "tokens/s" counts decoding alone, the best of four runs. "all steps" has no early exits.
 "passes" are those of `early_exit`, and "depthwise" is `depthwise_batching`, with so many rows that wait if a number
 follows.
 """
@@ -40,7 +40,7 @@ from inferlib.platforms import prepare_jax
 
 TINY = {"n_embd": 96, "n_heads": 4, "intermediate_size": 320, "vocab_size": 512, "loop_steps": 16}
 PROMPT = 16
-RUNS = 3
+RUNS = 4
 
 
 class Measured(NamedTuple):
@@ -61,7 +61,7 @@ class Bench:
         config = options.resolve(DeviceKind.of(jax.devices()[0]), None, model.config)
         config.check_model(model.config)
         self.engine = Engine(model, weights, config)
-        self.engine.warmup(("greedy",))
+        self.engine.warmup(("sample",))
 
     def counts(self) -> np.ndarray:
         stats = self.engine.stats
@@ -71,7 +71,8 @@ class Bench:
         """Seconds of decoding, what was counted in them, and the tokens. rows: the options and tokens of each."""
         rng, vocab = np.random.default_rng(0), self.engine.model.config.vocab
         prompts = [rng.integers(0, vocab, PROMPT).tolist() for _ in rows]
-        requests = [Request(prompt, *of_row, seed=0) for prompt, of_row in zip(prompts, rows, strict=True)]
+        pairs = enumerate(zip(prompts, rows, strict=True))
+        requests = [Request(prompt, *of_row, seed=i) for i, (prompt, of_row) in pairs]
         for request in requests:
             self.engine.add(request)
         while not all(request.tokens for request in requests):
@@ -83,21 +84,18 @@ class Bench:
         generated = sum(len(x.tokens) for x in requests) - got
         return seconds / generated, self.counts() - before, [x.tokens for x in requests]
 
-    def measured(self, form: str, rows: Sequence[tuple[SamplingParams, int]]) -> tuple[Measured, list[list[int]]]:
-        runs = [self.run(rows) for _ in range(RUNS)]
-        seconds, (tokens, steps, trips, phases), texts = min(runs, key=lambda run: run[0])
+    def measured(self, form: str, rows: int, runs: Sequence[tuple[float, np.ndarray, Any]]) -> Measured:
+        """By the fastest of these runs."""
+        seconds, (tokens, steps, trips, phases), _ = min(runs, key=lambda run: run[0])
         loop = self.engine.model.config.loop
         assert loop is not None
         if not tokens:  # nothing is counted without early exits
-            return Measured(form, len(rows), loop.steps, loop.steps / len(rows), 1 / len(rows), 1 / seconds), texts
-        return Measured(form, len(rows), steps / tokens, trips / tokens, phases / tokens, 1 / seconds), texts
-
-    def close(self) -> None:
-        self.engine.cache = self.engine.state = ()  # type: ignore[assignment]
+            return Measured(form, rows, loop.steps, loop.steps / rows, 1 / rows, 1 / seconds)
+        return Measured(form, rows, steps / tokens, trips / tokens, phases / tokens, 1 / seconds)
 
 
-def greedy(**params: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, ignore_eos=True, **params)
+def sampled(**params: Any) -> SamplingParams:
+    return SamplingParams(ignore_eos=True, **params)
 
 
 def threshold_for(bench: Bench, rows: int, share: float) -> float:
@@ -107,7 +105,7 @@ def threshold_for(bench: Bench, rows: int, share: float) -> float:
     low, high = -7.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        row = greedy(exit_threshold=10**middle, max_tokens=32), 32
+        row = sampled(exit_threshold=10**middle, max_tokens=32), 32
         _, (tokens, steps, *_), _ = bench.run([row] * rows)
         low, high = (middle, high) if steps / tokens > share * loop.steps else (low, middle)
     return 10**high
@@ -119,46 +117,53 @@ def spread(rows: int, tokens: int, steps: int, share: float) -> list[tuple[Sampl
     depths = np.linspace(low, steps, rows).round().astype(int) if rows > 1 else np.array([round(share * steps)])
     np.random.default_rng(0).shuffle(depths)
     counts = np.maximum(2, (tokens * share * steps / depths).round().astype(int))
-    return [(greedy(depth=int(depth), max_tokens=int(n)), int(n)) for depth, n in zip(depths, counts, strict=True)]
+    return [(sampled(depth=int(depth), max_tokens=int(n)), int(n)) for depth, n in zip(depths, counts, strict=True)]
 
 
-def measure(args: argparse.Namespace) -> Iterator[Measured]:
+def benches(args: argparse.Namespace) -> dict[str, Bench]:
+    """By the name of each form."""
     hf = configs.load(args.config) | {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}
     hf = hf | ({} if args.set else TINY)
-    most = max(args.rows)
     length = PROMPT + 4 * args.tokens
     options = EngineOptions(
-        max_batch=most,
+        max_batch=max(args.rows),
         max_len=length,
         buckets=Buckets((PROMPT,), tuple(sorted(args.rows)), (length,)),
         prefix_caching=False,
     )
-    device, weights, texts, rows_of, whole = DeviceKind.of(jax.devices()[0]), None, {}, {}, None
     forms = {"all steps": options, "passes": options}
     for rows in args.waiting.split(","):
         name = "depthwise" if rows == "auto" else f"depthwise, {rows}"
         forms[name] = replace(options, depthwise_batching=rows == "auto" or int(rows))
-    early = "kl" if args.rule == "kl" else True
+    device, weights, early, made = DeviceKind.of(jax.devices()[0]), None, args.rule == "change" or "kl", {}
     for form, chosen in forms.items():
-        config = config_from_hf(hf | {"early_exit": False if form == "all steps" else early})
+        config = config_from_hf(hf | {"early_exit": form != "all steps" and early})
         usual = options.resolve(device, None, config)
         model = abstract_model(config, args.dtype, backend=usual.backend, scan=usual.scan)
         weights = model.random_weights() if weights is None else weights
-        bench = Bench(model, weights, chosen)
-        for count in args.rows:
-            usual_rows = [(greedy(max_tokens=args.tokens), args.tokens)] * count
-            if form != "all steps" and count not in rows_of:
-                if args.by == "rows":
-                    assert config.loop is not None
-                    rows_of[count] = spread(count, args.tokens, config.loop.steps, args.share)
-                else:
-                    whole = whole or threshold_for(bench, most, args.share)
-                    rows_of[count] = [(replace(params, exit_threshold=whole), n) for params, n in usual_rows]
-            one, tokens = bench.measured(form, rows_of.get(count, usual_rows))
-            yield one
-            if form != "all steps" and texts.setdefault(count, tokens) != tokens:
-                print(f"the tokens of {form}, {count} rows, differ from those of passes")
-        bench.close()
+        made[form] = Bench(model, weights, chosen)
+    return made
+
+
+def measure(args: argparse.Namespace) -> Iterator[Measured]:
+    """The forms take turns, so that whatever slows the machine down slows all of them down."""
+    made = benches(args)
+    loop = made["passes"].engine.model.config.loop
+    assert loop is not None
+    if args.by == "threshold":
+        args.threshold = threshold_for(made["passes"], max(args.rows), args.share)
+    for count in args.rows:
+        whole = [(sampled(max_tokens=args.tokens), args.tokens)] * count
+        if args.by == "rows":
+            early = spread(count, args.tokens, loop.steps, args.share)
+        else:
+            early = [(replace(params, exit_threshold=args.threshold), n) for params, n in whole]
+        rows = {form: whole if form == "all steps" else early for form in made}
+        turns = [{form: bench.run(rows[form]) for form, bench in made.items()} for _ in range(RUNS)]
+        for form, bench in made.items():
+            yield bench.measured(form, count, [turn[form] for turn in turns])
+            if form != "all steps" and turns[0][form][2] != turns[0]["passes"][2]:
+                print(f"{count} rows: the tokens of {form} differ from those of passes")
 
 
 def show(measured: Sequence[Measured], args: argparse.Namespace) -> None:
@@ -167,7 +172,9 @@ def show(measured: Sequence[Measured], args: argparse.Namespace) -> None:
         return
     device = jax.devices()[0].device_kind
     names = "tiny" if not args.set else " ".join(args.set)
-    table = Table(title=f"{args.config}, {names}, {args.dtype}, {device}, random weights", title_justify="left")
+    leave = f"threshold {args.threshold:.2g}" if args.by == "threshold" else "depths of rows"
+    title = f"{args.config}, {names}, {args.dtype}, {device}, random weights, {leave}"
+    table = Table(title=title, title_justify="left")
     for column in ("form", "rows", "steps", "trips", "phases", "tokens a trip", "tokens/s", "x all steps"):
         table.add_column(column, justify="left" if column == "form" else "right")
     whole = {one.rows: one.rate for one in measured if one.form == "all steps"}

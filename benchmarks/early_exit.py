@@ -2,11 +2,13 @@
 
     python benchmarks/early_exit.py --model org/name --thresholds 0.01,0.03,0.1 --depths 4,8
     python benchmarks/early_exit.py --model org/name --rule kl --thresholds 5e-4,5e-3
+    python benchmarks/early_exit.py --model org/name --depthwise-batching
 
 Each row is a threshold or a depth (see `SamplingParams`); the first takes all steps. "nats" is the mean negative
 log-likelihood of a token of a text, in windows, and "steps" how many steps of the core its tokens take. "run" is how
 many steps a pass runs that decodes one row, and several rows, of which the deepest token decides; "tokens/s" is the
-rate at these.
+rate at these. With --depthwise-batching, rows are at different depths in one batch, and "run" is how many trips a row
+waits for a token; `benchmarks/depthwise.py` compares both on random weights.
 """
 
 from __future__ import annotations
@@ -57,6 +59,10 @@ class Counted:
         stats = self.llm.stats
         return np.array([stats.core_passes, stats.core_runs, stats.core_tokens, stats.core_steps])
 
+    def trips_for(self, tokens: int) -> float:
+        """How often the core ran for each of so many tokens of a row."""
+        return float((self._now() - self.before)[1] / tokens)
+
     def per_pass_and_token(self) -> tuple[float, float]:
         """Steps that a pass ran, and that a token took."""
         passes, runs, tokens, steps = self._now() - self.before
@@ -84,7 +90,9 @@ def decoded(llm: LLM, windows: Sequence[list[int]], rows: int, params: dict[str,
     counted, start = Counted(llm), time.perf_counter()
     llm.generate(prompts, greedy, progress=False)
     seconds = time.perf_counter() - start
-    return Decoded(rows, counted.per_pass_and_token()[0], rows * GENERATED / seconds)
+    depthwise = bool(llm.config.depthwise_batching)
+    run = counted.trips_for(GENERATED) if depthwise else counted.per_pass_and_token()[0]
+    return Decoded(rows, run, rows * GENERATED / seconds)
 
 
 def measure(
@@ -116,6 +124,7 @@ def main() -> None:
     parser.add_argument("--thresholds", default="0.01,0.03,0.1")
     parser.add_argument("--depths", default="", help="fixed depths to compare with")
     parser.add_argument("--rows", default="1,16")
+    parser.add_argument("--depthwise-batching", action="store_true")
     parser.add_argument("--dtype")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -124,6 +133,7 @@ def main() -> None:
     llm = LLM(
         args.model,
         early_exit=args.rule == "change" or "kl",
+        depthwise_batching=args.depthwise_batching,
         loop_steps=args.loop_steps,
         dtype=args.dtype,
         prefix_caching=False,

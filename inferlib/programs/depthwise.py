@@ -9,7 +9,7 @@ token's number decides its noise, so tokens are those of passes, whatever the ot
 A row is left where it is when a program ends, and goes on from there in the next one. So the program ends as soon as a
 row has as many tokens as it may generate, and no step is lost. Where a step for prompts comes between, which runs a
 whole pass, rows begin their tokens anew. So they do behind programs of one step, which are passes too: streams that get
-each token by itself would wait for two phases each time.
+each token by itself would wait for two phases each time. A program of one row is a pass as well, as it waits for none.
 
 What it costs. A step of the core reads weights and so takes a time S, the rest of the model R, for however few rows. B
 rows of mean depth d and most depth m take (m S + R) / B for each token in passes. If E rows must wait, that rest is R /

@@ -653,7 +653,7 @@ class _Maker:
         shared = None if prefixes is None else unpack_prefixes(prefixes)
         state = state._replace(active=state.active & ~control.cancel)
         rows, mailboxes = state.head(key.rows), self.mailboxes()
-        if self.config.depthwise_batching and key.steps > 1:
+        if self.config.depthwise_batching and key.steps > 1 and key.rows > 1:
             return self.decode_depthwise(weights, cache, state, control)
         if key.steps == 1:
             cache, rows, _, one = self.decode_step(weights, cache, rows, mailboxes, shared)
