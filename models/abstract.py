@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from inferlib.models.adapters import Adaptable, AdapterSlots
 from inferlib.models.config import Mixer, ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
+from inferlib.models.lane_decoder import LaneDecoder
 from inferlib.models.lanes import must_multiply
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
@@ -296,7 +297,8 @@ def abstract_model(
     layout = Layout(config, shards, expert_slots)
     must_multiply(layout, quantization, adapted=adapters is not None)
     segments = segments_of(config.layers, scan=scan, loop=config.loop)
-    build = lambda: Decoder(layout, segments, jnp.dtype(dtype))  # noqa: E731
+    kind = Decoder if config.lanes is None else LaneDecoder
+    build = lambda: kind(layout, segments, jnp.dtype(dtype))  # noqa: E731
     options: dict[str, Any] = dict(quantization=quantization, backend=backend, adapters=adapters)
     return abstract_module(build, layout, segments, dtype, **options)
 

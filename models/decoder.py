@@ -13,9 +13,8 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, kind_of_block, sums_feed_norms
-from inferlib.models.config import ConfigError
+from inferlib.models.config import ConfigError, LayerSpec
 from inferlib.models.depth import Taken
-from inferlib.models.lanes import LaneBlock, LaneEnds, LaneNorm
 from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
@@ -36,8 +35,8 @@ from inferlib.sharding.shards import Shards
 class Forward(NamedTuple):
     """What a pass over T tokens gives.
 
-    hidden [T, D]: the last hidden states, before the final norm; of lanes, see `LaneEnds`. cache: one `LayerCache` per
-    block. mailboxes: see `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with
+    hidden [T, D]: the last hidden states, before the final norm; in lanes, see `LaneDecoder`. cache: one `LayerCache`
+    per block. mailboxes: see `Decoder`. load [L, E]: the number of tokens that chose each expert of the layers with
     experts, if it is counted. features [T, N, D]: the hidden states after the N `feature_layers` of the step, if it
     names any. core: steps of a loop's core, if tokens may leave it.
     """
@@ -70,21 +69,14 @@ class Decoder(nnx.Module):
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
-                kind = kind_of_block(spec, config) if spec.exchange is None else LaneBlock
-                block = kind(spec, layout, dtype)
+                block = self.kind_of_block(spec)(spec, layout, dtype)
                 blocks.append(stacked(block, segment.count) if segment.count > 1 else block)
         self.blocks = nnx.List(blocks)
-        self.final_norm = Norm(config.norm, config.dim, dtype)
+        self.final_norm = self.build_final_norm(dtype)
         if config.loop is not None:
             self.loop = Loop(config.loop, config, self.final_norm, dtype)
-        inputs = config.dim
-        if (lanes := config.lanes) is not None:
-            self.lanes = LaneEnds(lanes, config.dim)
-            inputs *= lanes.lanes if lanes.head == "lane" else 1
-            if lanes.lane_norms and not lanes.sum_before_norm:
-                self.final_norm = LaneNorm(config.norm, lanes.lanes, config.dim, dtype)
         if not config.tied:
-            self.head = param((inputs, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
+            self.head = param((self.head_inputs, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
         if config.head_bias:
             self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 
@@ -97,10 +89,7 @@ class Decoder(nnx.Module):
         self.must_have(ctx.feature_layers, mailboxes)
         self.compute_shared(ctx)
         x, inputs = self.inputs(ctx)
-        if self.config.lanes is not None:
-            residual = self.lanes.entered(x, ctx.shards)
-        else:
-            residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
+        residual = self.first_residual(x, ctx, mailboxes)
         new, loads, at, traced, core = [], [], 0, {}, None
         features = {0: residual.x}
         for segment in self.segments:
@@ -124,6 +113,23 @@ class Decoder(nnx.Module):
         stacked_features = jnp.stack(chosen, axis=1) if chosen else None
         return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features, core)
 
+    def kind_of_block(self, spec: LayerSpec) -> type[Block]:
+        """That of a layer."""
+        return kind_of_block(spec, self.config)
+
+    def build_final_norm(self, dtype) -> Norm:
+        """The norm before the head."""
+        return Norm(self.config.norm, self.config.dim, dtype)
+
+    @property
+    def head_inputs(self) -> int:
+        """Rows of the head."""
+        return self.config.dim
+
+    def first_residual(self, x: jax.Array, ctx: StepContext, mailboxes: Mailboxes | None) -> Residual:
+        """The residual before the first layer, of its inputs x [T, D] or [T, N, D]."""
+        return Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
+
     def compute_shared(self, ctx: StepContext) -> None:
         """Compute what the layers of a step share: values that are cached inside a scan's body do not outlive it."""
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
@@ -140,8 +146,6 @@ class Decoder(nnx.Module):
             raise ConfigError(f"{self.config.family} has {self.config.streams} residuals, and features are of one")
         if self.config.loop is not None:
             raise ConfigError(f"{self.config.family} repeats layers, and features are of layers that run once")
-        if self.config.lanes is not None:
-            raise ConfigError(f"{self.config.family} has lanes, and features are of one residual")
         if mailboxes is not None:
             raise ValueError("features are taken from whole sums: run the step without mailboxes")
 
@@ -153,9 +157,7 @@ class Decoder(nnx.Module):
         return self.streams.spread(x, ctx.shards) if self.config.streams > 1 else x, inputs
 
     def outputs(self, residual: Residual, ctx: StepContext) -> jax.Array:
-        """The hidden states [T, D] after the last layer; of lanes, see `LaneEnds`."""
-        if self.config.lanes is not None:
-            return residual.x.reshape(ctx.tokens, -1)
+        """The hidden states [T, D] after the last layer."""
         x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
         return ctx.shards.all_tokens(x, ctx.tokens)
 
@@ -198,8 +200,6 @@ class Decoder(nnx.Module):
 
     def normed(self, hidden: jax.Array, shards: Shards) -> jax.Array:
         """Hidden states after the final norm [..., D]."""
-        if self.config.lanes is not None:
-            return self.lanes.state(hidden, self.final_norm, shards)
         return self.final_norm(hidden, shards)
 
     def logits(
@@ -211,14 +211,7 @@ class Decoder(nnx.Module):
         """
         config, norm = self.config, self.final_norm if norm is None else norm
         with jax.named_scope("head"):
-            if config.lanes is not None:
-                logits = self.lanes.logits(x, norm, self.head, shards, backend)
-            else:
-                y = norm(x, shards)
-                head, transposed = (self.embed, True) if config.tied else (self.head, False)
-                y = y if transposed else norm.for_products(x, y, shards)
-                logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)
-            logits = shards.sum(logits, axes.EMBED)
+            logits = shards.sum(self.of_head(x, norm, shards, backend), axes.EMBED)
             if config.head_bias:
                 logits = logits + self.head_bias[...].astype(jnp.float32)
             logits = logits * config.logit_scale
@@ -228,3 +221,10 @@ class Decoder(nnx.Module):
                 ids = jnp.arange(logits.shape[1]) + shards.index(axes.VOCAB) * logits.shape[1]
                 logits = jnp.where(ids < config.vocab, logits, -jnp.inf)
             return logits
+
+    def of_head(self, x: jax.Array, norm: Norm, shards: Shards, backend: str | None) -> jax.Array:
+        """The norm's and the head's product [T, V] float32, a partial sum where the head's inputs are split."""
+        y = norm(x, shards)
+        head, transposed = (self.embed, True) if self.config.tied else (self.head, False)
+        y = y if transposed else norm.for_products(x, y, shards)
+        return matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, Output
-from inferlib.models.config import ConfigError, LaneSpec, LayerSpec, ModelConfig, NormSpec
+from inferlib.models.config import ConfigError, LayerSpec, ModelConfig, NormSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mlp import Mlp, gated
 from inferlib.models.layers.norm import Norm
@@ -27,7 +26,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.stream import Residual
-from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.matmul import precision_of
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -224,41 +223,6 @@ class LaneBlock(Block):
         if arriving is not None:
             return x + sums + arriving
         return x + sums * jnp.asarray(self.lanes.lanes**0.5, sums.dtype)
-
-
-class LaneEnds(nnx.Module):
-    """The way of a token into the lanes, and from them to logits. Hidden states are those of a device's lanes in turn,
-    [T, N D], which a final norm follows."""
-
-    def __init__(self, spec: LaneSpec, dim: int):
-        self.spec, self.dim = spec, dim
-
-    def entered(self, x: jax.Array, shards: Shards) -> Residual:
-        """The residuals before the first layer, of embeddings x [T, D]."""
-        count = self.spec.lanes // shards.size(axes.LANES)
-        lanes = jnp.broadcast_to(x[:, None], (x.shape[0], count, self.dim))
-        return Residual(lanes, late=(LateSums.none(lanes),) * self.spec.delay if self.spec.comm else ())
-
-    def state(self, hidden: jax.Array, norm: Norm, shards: Shards) -> jax.Array:
-        """One normed state of all lanes [..., D], of [..., N D]: the norm of their sum, or the mean of their norms."""
-        x = hidden.reshape(*hidden.shape[:-1], -1, self.dim)
-        if self.spec.sum_before_norm:
-            return norm(shards.sum(x.sum(axis=-2), axes.LANES), shards)
-        total = shards.sum(norm(x, shards).sum(axis=-2), axes.LANES)
-        return total * jnp.asarray(1 / self.spec.lanes, total.dtype)
-
-    def logits(self, hidden: jax.Array, norm: Norm, head: nnx.Param, shards: Shards, backend: str | None) -> jax.Array:
-        """Hidden states [T, N D] -> logits [T, V] float32, of this device's part of the vocabulary."""
-        product = partial(matmul, out_dtype=jnp.float32, backend=backend)
-        if self.spec.head == "replicate":
-            return product(self.state(hidden, norm, shards), head[...])
-        y = norm(hidden.reshape(hidden.shape[0], -1, self.dim), shards)
-        if self.spec.head == "lane":
-            return product(shards.gather(y.reshape(hidden.shape), axes.LANES, dim=1), head[...])
-        if y.shape[1] == 1:
-            return product(y[:, 0], head[...])
-        logits = into_lanes(y, head[...], dtype=jnp.float32)
-        return logits.reshape(hidden.shape[0], -1)
 
 
 def into_lanes(y: jax.Array, weight: jax.Array, dtype=None) -> jax.Array:

@@ -198,7 +198,7 @@ def logits_of(
 
 def lane_states(decoder: Decoder, ctx: StepContext) -> jax.Array:
     """The last states of a model with lanes [B T, N D]. Gradients compute each layer again: lanes take memory."""
-    residual = decoder.lanes.entered(decoder.embedding(ctx), Shards())
+    residual = decoder.first_residual(decoder.embedding(ctx), ctx, None)
     for block in decoder.blocks:
         layer = jax.checkpoint(lambda residual, block=block: block(residual, ctx, LayerCache(()))[0])
         residual = layer(residual)

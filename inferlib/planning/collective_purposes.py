@@ -31,7 +31,7 @@ PURPOSES = {
     "exchange pmax": "how many rounds",
     "exit_rules.Divergence": "next-token distributions",
     "lanes.Sums ppermute": LATE_SUMS,
-    "lanes.LaneEnds": "head",
+    "lane_decoder.LaneDecoder": "head",
     "lightning": "norm of all heads",
     "looped.Loop.steps": "how many steps of the core",
     "mamba2": "norms of groups of heads",
