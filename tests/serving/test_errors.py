@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import openai
 import pytest
@@ -107,8 +109,8 @@ def test_a_template_that_raises(served_llm):
         assert httpx.post(address + COMPLETE, json=complete(), timeout=300).status_code == 200
 
 
-def test_limits(served_llm):
-    limits = Limits(body=1000, prompt=8, requests=1)
+def test_limits(served_llm, monkeypatch):
+    advance, limits = Engine.advance, Limits(body=1000, prompt=8, requests=1)
     with serving(served_llm, limits=limits) as address:
         answer = httpx.post(address + CHAT, json=chat(user="x" * 1000))
         assert (answer.status_code, "--max-body" in answer.json()["error"]["message"]) == (413, True)
@@ -116,6 +118,8 @@ def test_limits(served_llm):
         assert chunked.status_code == 413
         answer = httpx.post(address + COMPLETE, json=complete(prompt="x" * 9))
         assert (answer.status_code, "takes 8" in answer.json()["error"]["message"]) == (400, True)
+        slow = lambda engine, **options: time.sleep(0.05) or advance(engine, **options)  # noqa: E731
+        monkeypatch.setattr(Engine, "advance", slow)  # the stream lasts until the other request has come
         with httpx.stream("POST", address + COMPLETE, json=complete(max_tokens=100, stream=True, ignore_eos=True)):
             busy = httpx.post(address + COMPLETE, json=complete())
         assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
