@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         """
         config, norm = self.config, self.final_norm if norm is None else norm
         with jax.named_scope("head"):
-            logits = shards.sum(self.of_head(x, norm, shards, backend), axes.EMBED)
+            logits = shards.sum(self.head_logits(x, norm, shards, backend), axes.EMBED)
             if config.head_bias:
                 logits = logits + self.head_bias[...].astype(jnp.float32)
             logits = logits * config.logit_scale
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
                 logits = jnp.where(ids < config.vocab, logits, -jnp.inf)
             return logits
 
-    def of_head(self, x: jax.Array, norm: Norm, shards: Shards, backend: str | None) -> jax.Array:
+    def head_logits(self, x: jax.Array, norm: Norm, shards: Shards, backend: str | None) -> jax.Array:
         """The norm's and the head's product [T, V] float32, a partial sum where the head's inputs are split."""
         y = norm(x, shards)
         head, transposed = (self.embed, True) if self.config.tied else (self.head, False)

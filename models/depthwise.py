@@ -54,15 +54,15 @@ class Stages:
     """The parts of a looped model, each run by itself, for decode rows of one token each.
 
     Contexts are of all B rows; those that a part is not run for are inactive in them. core: its blocks as its steps
-    read them, see `Loop.brought`; None: as they are.
+    read them, see `Loop.core_blocks`; None: as they are.
     """
 
     decoder: Decoder
     core: Sequence[Block] | None = None
 
-    def brought(self, ctx: StepContext) -> Stages:
+    def with_core(self, ctx: StepContext) -> Stages:
         """The same parts, for steps of the core of such a context."""
-        return replace(self, core=self.decoder.loop.brought(self._part(1)[1], ctx))
+        return replace(self, core=self.decoder.loop.core_blocks(self._part(1)[1], ctx))
 
     @property
     def steps(self) -> int:

@@ -69,7 +69,7 @@ class LaneDecoder(Decoder):
         total = shards.sum(norm(x, shards).sum(axis=-2), axes.LANES)
         return total * jnp.asarray(1 / self.lanes.lanes, total.dtype)
 
-    def of_head(self, x: jax.Array, norm: Norm, shards: Shards, backend: str | None) -> jax.Array:
+    def head_logits(self, x: jax.Array, norm: Norm, shards: Shards, backend: str | None) -> jax.Array:
         product = partial(matmul, out_dtype=jnp.float32, backend=backend)
         if self.lanes.head == "replicate":
             return product(self.state(x, norm, shards), self.head[...])

@@ -72,7 +72,7 @@ class Loop(nnx.Module):
         logits: [T, V] float32 of hidden states [T, D], see `Divergence`.
         """
         injected, once = self.injected(residual.x, ctx), self.spec.steps == 1
-        blocks = blocks if once else self.brought(blocks, ctx)
+        blocks = blocks if once else self.core_blocks(blocks, ctx)
 
         def step(number, state, caches):
             at = [replace(cache, layer=None if once else number) for cache in caches]
@@ -84,10 +84,10 @@ class Loop(nnx.Module):
         state, caches, taken = self.repeated(step, ctx, caches, logits)
         return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, taken)
 
-    def brought(self, blocks: Sequence[Block], ctx: StepContext) -> list[Block]:
+    def core_blocks(self, blocks: Sequence[Block], ctx: StepContext) -> list[Block]:
         """The core's blocks, whose weights the steps read where it takes least time."""
         graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
-        states = on_chip.brought(states, ctx.tokens, ctx.backend)
+        states = on_chip.loop_weights(states, ctx.tokens, ctx.backend)
         return [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
 
     def repeated(

@@ -1,4 +1,5 @@
-"""Train a small transformer or looped model: `python -m examples.train.train texts.jsonl runs/b-0 --preset b`.
+"""Train a small transformer, looped model or model in lanes:
+`python -m examples.train.train texts.jsonl runs/b-0 --preset b`.
 
 `runs/b-0` becomes a directory that `LLM` loads, with checkpoints, a log and curves in `training/`. The same command
 again goes on from the last checkpoint, to the same losses.

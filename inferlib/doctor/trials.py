@@ -31,7 +31,7 @@ from inferlib.ops.group_order import group_order
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells
 from inferlib.ops.matmul import matmul
 from inferlib.ops.mla_queries import mla_queries
-from inferlib.ops.on_chip import brought
+from inferlib.ops.on_chip import loop_weights
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.project_and_attend import project_and_attend
@@ -349,7 +349,7 @@ def loop(case: MxMatmul) -> Trial:
         return jax.lax.fori_loop(0, 3, lambda _, y: rms_norm(multiply(y), norm, EPS).astype(x.dtype), x)
 
     def kernel(x, w, exact):
-        there = brought(w, case.rows, backend)
+        there = loop_weights(w, case.rows, backend)
         return trips(x, partial(matmul, w=there, out_dtype=jnp.float32))
 
     def oracle(x, w, exact):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks, solved
+from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks, solve_unit_lower
 
 CHUNK = 64  # tokens whose updates become products; longer chunks do more work in all, shorter ones take more steps
 
@@ -64,7 +64,7 @@ def gated_delta_chunk(
     seen = ratio * einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
     system = strict * beta[..., None] * ratio * einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
     targets = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
-    changes, reads = jnp.split(solved(system, targets), [size], axis=-1)
+    changes, reads = jnp.split(solve_unit_lower(system, targets), [size], axis=-1)
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, since, left, seen, changes, reads = inputs

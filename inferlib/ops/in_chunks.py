@@ -47,7 +47,7 @@ def scan(step: Callable, state: Any, inputs: Any) -> Any:
     return lax.platform_dependent(state, inputs, neuron=unrolled, default=loop)
 
 
-def solved(system: jax.Array, targets: jax.Array) -> jax.Array:
+def solve_unit_lower(system: jax.Array, targets: jax.Array) -> jax.Array:
     """The x [..., c, m] of (I + system) x = targets, of whose system [..., c, c] only what is below the diagonal is
     read. c is a power of two."""
 

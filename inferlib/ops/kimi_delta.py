@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from inferlib.ops.gated_delta import CHUNK
-from inferlib.ops.in_chunks import einsum, in_chunks, live_only, over_chunks, solved
+from inferlib.ops.in_chunks import einsum, in_chunks, live_only, over_chunks, solve_unit_lower
 
 BLOCK = 16  # tokens of a block; fading is computed for each pair of them, and between blocks it is a product
 
@@ -79,7 +79,7 @@ def kimi_delta_chunk(
     q, read, k = _faded(q, since, before), _faded(k, since, before), _faded(k, until, after)
     targets = beta[..., None] * jnp.concatenate([v, read], axis=-1)
     system = jnp.tril(jnp.ones((width, width)), -1) * beta[..., None] * met
-    changes, reads = jnp.split(solved(system, targets), [size], axis=-1)
+    changes, reads = jnp.split(solve_unit_lower(system, targets), [size], axis=-1)
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, seen, change, reads, fading = inputs

@@ -44,7 +44,7 @@ def choose(weights: Sequence[Any], backend: Backend) -> Choice:
     return Choice.of("pallas_tpu", reason)
 
 
-def brought(weights: Any, rows: int, backend: Backend) -> Any:
+def loop_weights(weights: Any, rows: int, backend: Backend) -> Any:
     """A tree of weights as products of so many rows take them in a loop. What is no `PackedTensor` stays as it is."""
     leaves, tree = jax.tree.flatten(weights, is_leaf=_is_packed)
     packed = [leaf for leaf in leaves if _is_packed(leaf)]

@@ -423,9 +423,9 @@ class Deployed:
     def _multiplied(self, tokens: float) -> list[Matrix]:
         """The matrices, each as often as a step of so many tokens multiplies by it. A loop whose weights stay on chip
         reads them for the first time only."""
-        matrices = []
+        matrices, once = [], self.reads_core_once(tokens)
         for m in (*self.matrices, *self._compared):
-            first = replace(m, on_chip=m.looped and self.reads_core_once(tokens))
+            first = replace(m, on_chip=True) if once and m.looped else m
             again = replace(first, nbytes=0) if first.on_chip else first
             matrices += [first] + [again] * (m.passes - 1)
         return matrices

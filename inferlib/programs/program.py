@@ -675,7 +675,7 @@ class _Maker:
         (caches, _), rows = self.split(cache), state.head(self.key.rows)
         context = lambda rows: self.context_of_rows(rows, rows_batch(rows))  # noqa: E731
         decoding = DepthwiseDecoding(
-            Stages(self.model.merge(weights)).brought(context(rows)),
+            Stages(self.model.merge(weights)).with_core(context(rows)),
             context,
             self.advance,
             Quorum.of(self.model, self.config.depthwise_batching),

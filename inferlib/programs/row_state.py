@@ -126,14 +126,8 @@ class RowState(NamedTuple):
         return state._replace(features=self.features.at[rows, 0].set(features, mode="drop"))
 
 
-NUMBERS = (
-    "adapter",
-    "first",
-    "dropped",
-    "depth",
-    "threshold",
-    "taken",
-)  # fields of one number of each row, if there are any
+# Fields of one number of each row, if there are any.
+NUMBERS = ("adapter", "first", "dropped", "depth", "threshold", "taken")
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW

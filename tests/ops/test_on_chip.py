@@ -11,7 +11,7 @@ import pytest
 
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
-from inferlib.ops.on_chip import brought, choose
+from inferlib.ops.on_chip import choose, loop_weights
 from inferlib.ops.packed import PackedTensor
 
 KERNELS = Backend(matmul="pallas_tpu", loop_weights="pallas_tpu", generation="v5e")
@@ -53,7 +53,7 @@ def test_products_of_a_loop_are_the_same():
     x = jnp.asarray(rng.standard_normal((3, 128)), jnp.bfloat16)
 
     def loop(x: jax.Array, weights: dict, backend: Backend) -> jax.Array:
-        there = brought(weights, x.shape[0], backend)
+        there = loop_weights(weights, x.shape[0], backend)
         assert there["w"].on_chip == (backend.loop_weights != "xla")
         assert there["norm"] is weights["norm"]
         return jax.lax.fori_loop(0, 3, lambda _, x: matmul(x, there["w"]) / 2**12, x)
@@ -62,4 +62,4 @@ def test_products_of_a_loop_are_the_same():
     once, each = (jax.jit(loop, static_argnums=2)(x, weights, backend) for backend in backends)
     np.testing.assert_array_equal(once, each)
     assert np.abs(np.asarray(once, np.float32)).max() > 0
-    assert brought(weights, 65, KERNELS) is weights
+    assert loop_weights(weights, 65, KERNELS) is weights
