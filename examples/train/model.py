@@ -29,7 +29,7 @@ LOOPS = {"a": (2, 2, 2, 1), "b": (2, 2, 2, 8), "c": (2, 16, 2, 1)}
 LANES = {"d-tensor": (1, False), "d-delayed": (8, True), "d-none": (8, False)}
 LANE_LAYERS = 12
 PRESETS = (*LOOPS, *LANES)
-THROUGH = 4  # the last steps of the core, which gradients go through
+THROUGH = 8  # the last steps of the core, which gradients go through: all, in a pass of the mean number
 _FADING = math.sqrt(1 / 5)  # of a state at a step, at first
 
 
