@@ -30,7 +30,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.families.laneformer import LANEFORMER
 from inferlib.models.quantization import Quantization
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 

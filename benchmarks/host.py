@@ -25,7 +25,8 @@ from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
-from inferlib.programs.program import ProgramKey, StepOutput
+from inferlib.programs.arguments import StepOutput
+from inferlib.programs.keys import ProgramKey
 from inferlib.sampling.params import SamplingParams
 
 

@@ -31,7 +31,8 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.programs.compiler_options import compiler_options
-from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.keys import ProgramKey
+from inferlib.programs.program import build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import alone
 

@@ -49,8 +49,8 @@ from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.programs.counter import compilations
+from inferlib.programs.keys import DEVICE_MODES, Mode
 from inferlib.programs.memory import explained
-from inferlib.programs.program import DEVICE_MODES, Mode
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import Compiled, adopted
 from inferlib.progress import CountProgress, on_terminal

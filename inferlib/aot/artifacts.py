@@ -34,7 +34,7 @@ from inferlib.models.eagle3 import Eagle3Config
 from inferlib.models.quantization import Quantization
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.programs.deployment import Deployment, layout_from_json, versions
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import Compiled
 from inferlib.sharding.mesh import Device, Parallelism

@@ -20,8 +20,8 @@ from inferlib.inspection.bundles import dump_flags
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.config import MoeSpec
 from inferlib.programs.deployment import Deployment
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.memory import too_large
-from inferlib.programs.program import ProgramKey
 from inferlib.targets import Target
 
 START = "start.xla"  # see `inferlib.programs.start_functions`

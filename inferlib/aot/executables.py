@@ -42,8 +42,8 @@ _BUILTIN = frozenset({"set", "frozenset", "slice"})
 # The trees of arguments and results.
 _OURS = frozenset(
     {
-        ("inferlib.programs.program", "ChunkInput"),
-        ("inferlib.programs.program", "StepOutput"),
+        ("inferlib.programs.arguments", "ChunkInput"),
+        ("inferlib.programs.arguments", "StepOutput"),
         ("inferlib.programs.row_state", "RowState"),
         ("inferlib.programs.verification", "Tally"),
         ("inferlib.sampling.sampler", "Sampled"),

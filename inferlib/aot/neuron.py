@@ -23,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from inferlib.aot.neuron_lint import lint
 from inferlib.inspection.hlo import Computation, Module
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.targets import Target
 

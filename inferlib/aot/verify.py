@@ -17,7 +17,7 @@ from inferlib.planning.costs import StepTime, Work, step_time
 from inferlib.planning.network import ATTAINED
 from inferlib.planning.planner import Option, Ranking
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from inferlib.inspection.schedule import play
 from inferlib.model_files import ModelFiles
 from inferlib.planning.network import place
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.page_transfer import PageTransfer
-from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.start_functions import recorded
 from inferlib.sharding.mesh import Device

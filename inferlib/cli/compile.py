@@ -28,7 +28,7 @@ from inferlib.cli.output import check_output_file, fail, json_line, user_errors,
 if TYPE_CHECKING:
     from inferlib.deploy.source import ModelSource
     from inferlib.programs.deployment import Deployment
-    from inferlib.programs.program import Mode
+    from inferlib.programs.keys import Mode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from inferlib.option_checks import ConfigurationError, brief, bytes_option, chec
 from inferlib.placement import ExpertPlacement
 from inferlib.planning.plans import Plan
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import Mode, ProgramKey
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
 from inferlib.speculation.settings import Speculation

@@ -38,7 +38,7 @@ from inferlib.option_checks import (
 from inferlib.planning.explain import Explanation
 from inferlib.planning.explain import explain as explain_mesh
 from inferlib.programs.choices import Choices
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.speculation.settings import Speculation

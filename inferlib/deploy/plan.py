@@ -30,7 +30,7 @@ from inferlib.planning import planner
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.planner import Option, PlanError, Ranking, Slo, Workload
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.tables import Part, Tables
 from inferlib.targets import Target, parse_target
 

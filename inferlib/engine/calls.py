@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from inferlib.messages import Message, MessageError
-from inferlib.programs.program import ChunkInput, Mode, ProgramKey
+from inferlib.programs.arguments import ChunkInput
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Restore, Save
 
 CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages

@@ -11,7 +11,7 @@ import numpy as np
 from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig
 from inferlib.engine.sequence import Sequence
-from inferlib.programs.program import LEAST_SHARING, prefix_shape
+from inferlib.programs.arguments import LEAST_SHARING, prefix_shape
 
 # Bytes that a device reads in the time that a layer takes to launch a second attention and the merge.
 _LAUNCHES = {"gpu": 48 << 20, "tpu": 4 << 20, "neuron": 4 << 20, "cpu": 1 << 18}
@@ -77,8 +77,8 @@ class Cascade:
         return Cascade(config, plan.page, -(-layers * _LAUNCHES[config.platform] // page_bytes))
 
     def prefixes(self, decoding: SequenceOf[Sequence], rows: int) -> np.ndarray | None:
-        """The packed prefixes (see `programs.program.unpack_prefixes`) of a program with so many rows on each replica:
-        int32 [replicas * T, 1 + m]. None if too few pages are saved."""
+        """The packed prefixes of a program with so many rows on each replica, int32 [replicas * T, 1 + m] (see
+        `programs.arguments.unpack_prefixes`). None if too few pages are saved."""
         if not self.config.cascade or rows < LEAST_SHARING:
             return None
         count = self.config.rows

@@ -33,9 +33,10 @@ from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.depth import depth_of
 from inferlib.outputs import FinishReason
+from inferlib.programs.arguments import CHUNK_COLUMNS, ChunkInput, StepOutput
 from inferlib.programs.counter import compilations
+from inferlib.programs.keys import DEVICE_MODES, Mode, ProgramKey
 from inferlib.programs.memory import explained, explanation
-from inferlib.programs.program import CHUNK_COLUMNS, DEVICE_MODES, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.row_changes import Changes
 from inferlib.sampling.sampler import pack
@@ -545,7 +546,7 @@ class Engine:
         for leaf in jax.tree.leaves(chosen):
             leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
-        self._in_flight[0] = dispatch, chosen.behind(output), sent
+        self._in_flight[0] = dispatch, chosen.with_forward(output), sent
 
     def _accept(self, s: Sequence, tokens: list[int]) -> int:
         """Give a sequence its tokens, as many as are returned; it may fail by its grammar."""

@@ -12,7 +12,7 @@ from math import prod
 from inferlib.config import EngineConfig
 from inferlib.engine.step_times import Shape, StepTimes
 from inferlib.option_checks import ConfigurationError
-from inferlib.programs.program import MODES, Mode
+from inferlib.programs.keys import MODES, Mode
 
 log = logging.getLogger(__name__)
 

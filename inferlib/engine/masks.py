@@ -7,7 +7,7 @@ import numpy as np
 from inferlib.engine.constraint import Asked, Constraint, fill
 from inferlib.engine.scheduler import Places
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import Logits, Masks
+from inferlib.programs.arguments import Logits, Masks
 from inferlib.sampling.sampler import mask_words
 from inferlib.sampling.structured import StructuredOutputError
 

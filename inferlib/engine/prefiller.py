@@ -37,7 +37,7 @@ from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.thread import EngineThread
 from inferlib.option_checks import ConfigurationError, brief, is_list
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import MESH_AXES, Device, Parallelism, make_mesh

@@ -8,7 +8,7 @@ import numpy as np
 
 from inferlib.engine.scheduler import Places
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import Logits
+from inferlib.programs.arguments import Logits
 from inferlib.sampling.logits_processors import LogitsProcessorError, process
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from inferlib.engine.sequence import Sequence
-from inferlib.programs.program import Mode, ProgramKey
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.speculation.settings import Speculation
 
 # How many tokens take as long as the rest of a step: reading the weights.

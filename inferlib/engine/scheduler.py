@@ -27,7 +27,7 @@ from inferlib.engine.page_source import PageSource
 from inferlib.engine.profit import Profit, tokens_of_weights
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
+from inferlib.programs.keys import DEVICE_MODES, MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Save
 from inferlib.sampling.sampler import counts_of
 
@@ -61,7 +61,7 @@ Places = list[tuple[Sequence, int]]
 class Dispatch:
     """One call of a program.
 
-    rows: the sequences whose rows it may advance, each by up to `key.most` tokens.
+    rows: the sequences whose rows it may advance, each by up to `key.most_tokens` tokens.
     columns: the column of each of these sequences in the tokens that the program returns.
     prefixes: what the rows share, if the program reads that once; see `Cascade.prefixes`.
     drafts: that the host gives, see `draft_rows`.
@@ -88,7 +88,7 @@ class Dispatch:
     def following(self) -> ProgramKey:
         """The key of its second program, if it has two."""
         modes: list[Mode] = [s.choice for s in self.sequences]
-        return self.key.following(max(modes, key=MODES.index))
+        return self.key.choosing(max(modes, key=MODES.index))
 
     @property
     def takes_logits(self) -> bool:
@@ -184,7 +184,7 @@ class Scheduler:
         """
         if taken < key.steps:
             self._repeats = 0
-        sequence.scheduled -= key.most - taken
+        sequence.scheduled -= key.most_tokens - taken
         sequence.least += taken - key.steps
         if self.bounded is not None:
             self.bounded.settle(sequence, taken)
@@ -221,7 +221,7 @@ class Scheduler:
             # The usual case. After a wait, with cold caches, planning again would be half of the host's work.
             self._repeats -= 1
             for s in self._last.rows:
-                s.scheduled += self._last.key.most
+                s.scheduled += self._last.key.most_tokens
                 s.least += steps
             self._sent += 1
             return self._last

@@ -17,7 +17,7 @@ from inferlib.engine.constraint import Constraint
 from inferlib.engine.fetch import Fetch
 from inferlib.models.depth import Depth
 from inferlib.outputs import FinishReason
-from inferlib.programs.program import Mode
+from inferlib.programs.keys import Mode
 from inferlib.sampling.params import SamplingParams
 from inferlib.sampling.structured import StructuredOutputError
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig
-from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey
+from inferlib.programs.arguments import CHUNK_COLUMNS, ChunkInput
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.sampling.sampler import pack

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from inferlib.inspection.hlo import Instruction, Shape
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 KERNELS = frozenset(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
 

@@ -19,7 +19,7 @@ from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Execution, List
 from inferlib.inspection.hlo import Computation, Instruction, Module, Shape
 from inferlib.inspection.kernel_scalars import KERNELS, scalars_of
 from inferlib.planning.rates import RATIOS
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.targets import Target
 
 How = Literal["listing", "estimate", "bytes", "model"]

@@ -29,7 +29,7 @@ from inferlib.ops.sparse_prefill import BLOCK
 from inferlib.option_checks import ConfigurationError
 from inferlib.planning.experts import expert_bytes
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 # The purpose of permutations whose result a later layer adds: other operations run meanwhile.
 LATE_SUMS = "late sums of lanes"

@@ -49,8 +49,8 @@ from inferlib.planning.kernels import (
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PEAK, Part
 from inferlib.planning.sampling_passes import logits_bytes
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.programs.product_choices import loop_products
-from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.row_state import RowState, of_loop
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism

@@ -13,7 +13,7 @@ from inferlib.models.recurrent import keeps_state
 from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Deployed, Matrix, Memory, step_time
 from inferlib.planning.drafts import Drafts
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
 from inferlib.planning.collectives import LATE_SUMS, Collective
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.product_choices import ring_products
-from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 

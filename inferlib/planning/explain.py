@@ -19,7 +19,7 @@ from inferlib.planning import explain_text
 from inferlib.planning.collectives import Collective, Placement, Step
 from inferlib.planning.experts import expert_bytes
 from inferlib.planning.recorder import record
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes

@@ -25,7 +25,8 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.loops import trips_in
 from inferlib.planning.collective_purposes import branch_of, purpose_of
 from inferlib.planning.collectives import Collective, Kind
-from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.keys import ProgramKey
+from inferlib.programs.program import build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards

@@ -6,7 +6,7 @@ four-byte numbers by a kernel is a pass. Scatters in place, of a few elements a 
 
 from __future__ import annotations
 
-from inferlib.programs.program import Mode
+from inferlib.programs.keys import Mode
 
 # The head writes; the maximum reads, and then the first token that equals it.
 _GREEDY = 3

@@ -23,7 +23,8 @@ from inferlib.engine.step_times import StepTimes, full_chunks, full_length, step
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.planner import PlanError, Ranking, Workload
 from inferlib.planning.trace import Offer, Served, Service, StepTotals
-from inferlib.programs.program import CHUNK_COLUMNS, ProgramKey, StepOutput
+from inferlib.programs.arguments import CHUNK_COLUMNS, StepOutput
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.row_changes import Changes
 from inferlib.sampling.params import SamplingParams

@@ -34,7 +34,7 @@ from inferlib.option_checks import (
     sparse_option,
     speculation_option,
 )
-from inferlib.programs.program import Mode, ProgramKey
+from inferlib.programs.keys import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.sharding.mesh import Device, Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import preset
@@ -257,18 +257,8 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 # The code that programs are traced from.
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
-    *("inferlib.speculation", "inferlib.unrolling"),
-    *(
-        "inferlib.cache",
-        "inferlib.config",
-        "inferlib.buckets",
-        "inferlib.programs.program_set",
-        "inferlib.programs.program",
-    ),
-    *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
-    *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),
-    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.compaction"),
-    "inferlib.programs.depthwise",
+    *("inferlib.speculation", "inferlib.unrolling", "inferlib.cache", "inferlib.config", "inferlib.buckets"),
+    "inferlib.programs",
 )
 
 

@@ -110,8 +110,8 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthwiseDecoding:
-    """context: of the last tokens of these rows, if they are active. advance: see `_Maker.advance`. most: K. together:
-    trips between two looks at who waits."""
+    """context: of the last tokens of these rows, if they are active. advance: see `NextTokens.advance`. most: K.
+    together: trips between two looks at who waits."""
 
     stages: Stages
     context: Callable[[RowState], StepContext]

@@ -26,25 +26,14 @@ from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.models.config import AttentionSpec
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.adapter_factors import AdapterFactors
+from inferlib.programs.arguments import CHUNK_COLUMNS, LEAST_SHARING, ChunkInput, Logits, Masks, prefix_shape
 from inferlib.programs.choices import Choices
 from inferlib.programs.compaction import Compaction, Keys, compact_rows
 from inferlib.programs.compiler_options import compiler_options
+from inferlib.programs.keys import DEVICE_MODES, MODES, Mode, ProgramKey
 from inferlib.programs.memory import Demand, explained
-from inferlib.programs.program import (
-    CHUNK_COLUMNS,
-    DEVICE_MODES,
-    LEAST_SHARING,
-    MODES,
-    ChunkInput,
-    Logits,
-    Masks,
-    Mode,
-    ProgramKey,
-    build,
-    config_axes,
-    prefix_shape,
-    settles_states,
-)
+from inferlib.programs.partition import config_axes
+from inferlib.programs.program import build, settles_states
 from inferlib.programs.row_changes import (
     Adapt,
     Change,
@@ -629,5 +618,5 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
             keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in config.detail_shapes()]
     if mode in DEVICE_MODES:
         return keys
-    parts = [(replace(key, part="forward"), *map(key.following, DEVICE_MODES)) for key in keys]
+    parts = [(replace(key, part="forward"), *map(key.choosing, DEVICE_MODES)) for key in keys]
     return [part for both in parts for part in both]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from inferlib.programs.program import DEVICE_MODES, Mode
+from inferlib.programs.keys import DEVICE_MODES, Mode
 from inferlib.sampling.structured import StructuredOutputs
 from inferlib.serving.errors import ApiError
 from inferlib.serving.fields import Fields

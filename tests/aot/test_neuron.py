@@ -32,7 +32,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.ops.gated_delta import gated_delta_chunk
 from inferlib.ops.kimi_delta import kimi_delta_chunk
 from inferlib.ops.state_space import state_space_chunk
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling import sampler
 from inferlib.targets import parse_target

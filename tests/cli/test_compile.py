@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from inferlib.cli import app
 from inferlib.cli.compile_progress import CompileProgress
 from inferlib.inspection.outcome import Outcome
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from tests.helpers.cli_model import make_model
 
 

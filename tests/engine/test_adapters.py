@@ -24,7 +24,7 @@ from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
 from inferlib.planning.recorder import record
 from inferlib.programs.counter import compilations
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards

@@ -17,7 +17,8 @@ from inferlib import distributed
 from inferlib.engine.calls import Call
 from inferlib.links import Link, SecretError, read_secret
 from inferlib.messages import Message, MessageError
-from inferlib.programs.program import ChunkInput, ProgramKey
+from inferlib.programs.arguments import ChunkInput
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move, Restore, Save
 
 SECRET = b"known to the processes alone"

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from inferlib.planning.explain import explain
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

@@ -17,7 +17,8 @@ from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import CHUNK_COLUMNS, MODES, Control, Logits, ProgramKey, StepOutput
+from inferlib.programs.arguments import CHUNK_COLUMNS, Control, Logits, StepOutput
+from inferlib.programs.keys import MODES, ProgramKey
 from inferlib.programs.program_set import planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.speculation.settings import Speculation
@@ -89,7 +90,7 @@ class ScriptedDevice:
 
     def choose(self, key, state, logits, masks, chunk=None):
         (forward, control), self.begun = self.begun, None
-        assert key == forward.following(key.mode)
+        assert key == forward.choosing(key.mode)
         _, state, output = self.run(dataclasses.replace(forward, detail=""), None, None, state, control, chunk)
         return state, output
 
@@ -144,7 +145,7 @@ class ScriptedDevice:
             for of_row, number in zip(tokens, self.numbers_of(key), strict=True):
                 if self.rows[number].active:
                     of_row += self.verify(key, number) if key.drafts else [self.advance(key, number)]
-        padded = [of_row + [-1] * (key.most - len(of_row)) for of_row in tokens]
+        padded = [of_row + [-1] * (key.most_tokens - len(of_row)) for of_row in tokens]
         return cache, state, StepOutput(host_array(np.transpose(padded)))
 
     def verify(self, key, number: int) -> list[int]:

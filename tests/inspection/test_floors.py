@@ -8,7 +8,7 @@ from inferlib import Buckets, configs
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from tests.helpers.tpu_models import TINY
 

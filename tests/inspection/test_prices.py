@@ -26,7 +26,7 @@ from inferlib.planning.collectives import Collective
 from inferlib.planning.network import ATTAINED, place
 from inferlib.planning.rates import RATIOS
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from inferlib.targets import parse_target
 

@@ -24,7 +24,8 @@ from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
 from inferlib.option_checks import OPERATIONS, ConfigurationError, backend_option
 from inferlib.programs.deployment import Deployment
-from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.keys import ProgramKey
+from inferlib.programs.program import build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards

@@ -26,7 +26,7 @@ from inferlib.planning.collectives import LATE_SUMS
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.estimate import estimate
 from inferlib.planning.recorder import record
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import parse_target

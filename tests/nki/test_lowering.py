@@ -15,7 +15,7 @@ from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.ops.backend import Backend
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.oracle_cases import FAMILIES, SIZES
 

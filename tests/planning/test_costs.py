@@ -29,7 +29,7 @@ from inferlib.planning.network import ATTAINED, IDEAL, Span, place
 from inferlib.planning.planner import PlanError, Workload, formats, rank
 from inferlib.planning.plans import load_plan
 from inferlib.planning.recorder import record
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.speculation.settings import Speculation

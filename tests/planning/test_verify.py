@@ -21,7 +21,7 @@ from inferlib.inspection.report import ProgramReport, StepEstimate
 from inferlib.models.families import config_from_hf
 from inferlib.planning.costs import step_time
 from inferlib.planning.planner import Option, Slo, Workload, rank
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.targets import parse_target
 
 libtpu = importlib.util.find_spec("libtpu") is not None

@@ -20,7 +20,7 @@ from inferlib.option_checks import ConfigurationError
 from inferlib.programs import compilation_cache
 from inferlib.programs.compilation_cache import MOST_BYTES, default_folder, use_compile_cache
 from inferlib.programs.counter import compilations
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet, compile_order, planned_keys
 from tests.helpers.cli_model import make_model
 

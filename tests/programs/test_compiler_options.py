@@ -10,7 +10,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.on_chip import OPTIONS
 from inferlib.programs.compiler_options import compiler_options
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 

@@ -19,7 +19,7 @@ from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import segment_sum
 from inferlib.ops.backend import Backend
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards

@@ -17,7 +17,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.ops.backend import Backend
 from inferlib.planning.explain import explain
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism

@@ -19,7 +19,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.ops.backend import Backend
 from inferlib.planning.explain import Collective, Step, explain
 from inferlib.planning.network import ATTAINED, IDEAL, place
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism, ring_of
 from inferlib.sharding.shards import make_shards, planned_shards

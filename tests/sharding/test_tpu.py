@@ -58,7 +58,7 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
     from inferlib.config import EngineConfig
     from inferlib.models.abstract import abstract_model
     from inferlib.models.families import config_from_hf
-    from inferlib.programs.program import ProgramKey
+    from inferlib.programs.keys import ProgramKey
     from inferlib.programs.program_set import ProgramSet
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import make_shards

@@ -15,7 +15,7 @@ from inferlib.config import EngineConfig, EngineOptions
 from inferlib.engine.profit import Profit
 from inferlib.engine.sequence import Sequence
 from inferlib.option_checks import ConfigurationError
-from inferlib.programs.program import ProgramKey
+from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import planned_keys
 from inferlib.programs.row_state import RowState
 from inferlib.programs.verification import accepted, gathered, hidden_of_tokens, verification_batch

@@ -10,7 +10,7 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.ops.backend import Backend
-from inferlib.programs import program
+from inferlib.programs import context
 from inferlib.speculation.settings import Speculation
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
@@ -43,7 +43,7 @@ def test_all_options_in_one_batch(path, without, expected, monkeypatch):
 
     Where branches are not cheap, all positions are sampled at once.
     """
-    monkeypatch.setattr(program, "BRANCHES_ARE_CHEAP", ())
+    monkeypatch.setattr(context, "BRANCHES_ARE_CHEAP", ())
     drafter = drafter_of(expected, *MIXED)
     llm = tight(path, without.config.buckets, decode_steps=3, speculation=Speculation(drafter, tokens=3))
     for _ in range(2):
