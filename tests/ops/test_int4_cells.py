@@ -63,12 +63,14 @@ def test_attention_reads_the_numbers_in_cells():
     numbers = KvCache(decoded_keys(k, jnp.float32), decoded_values(v, jnp.float32), pages=pages)
     options = AttentionOptions(0.25)
     q = GENERATOR.standard_normal((3, heads, 2, size)).astype(np.float32)
-    results = [decode_attention(q, cache, lengths, options)[:2] for cache in (packed, numbers)]
+    decode = jax.jit(lambda cache: decode_attention(q, cache, lengths, options)[:2])
+    results = [decode(cache) for cache in (packed, numbers)]
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.isfinite(results[0][0]).all()
     chunk = GENERATOR.standard_normal((1, 5, heads, 2, size)).astype(np.float32)
     where = jnp.array([2], jnp.int32), jnp.arange(32, 37, dtype=jnp.int32)[None]
-    results = [prefill_attention(chunk, cache, *where, options) for cache in (packed, numbers)]
+    prefill = jax.jit(lambda cache: prefill_attention(chunk, cache, *where, options))
+    results = [prefill(cache) for cache in (packed, numbers)]
     jax.tree.map(np.testing.assert_array_equal, *results)
     for backend in ("pallas_gpu", "pallas_tpu", "nki"):
         with pytest.raises(ValueError, match="takes no packed cells; use xla"):
