@@ -60,7 +60,7 @@ class Child:
             with contextlib.suppress(BrokenPipeError):
                 jobs.close()
             answers.close()
-            process.terminate()
+            process.kill()  # libtpu answers a request to end with a stack trace, which takes it a while
             process.wait()
         self._errors.close()
 
