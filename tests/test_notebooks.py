@@ -15,12 +15,16 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
+from tests.helpers.smollm2 import first_layers
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 CELL_SECONDS = 600
 IMAGE_BYTES = 80_000
 # By notebook, what its cells repeat for the sake of their figures, and how little of it runs the same programs.
+# `{model}` is a file of the first two layers of SmolLM2: a program of all thirty takes five seconds to compile.
 LESS = {
     "01_generate": {
+        'llm = LLM("smollm2"': "llm = LLM({model}",
         "draws = 128": "draws = 16",
         "for _ in range(2)]": "for _ in range(1)]",
         "lengths = [4, 8, 9, 64, 65, 128, 129, 192]": "lengths = [8, 65, 192]",
@@ -32,23 +36,36 @@ LESS = {
         ),
         "rng.integers(6, 33)": "rng.integers(3, 12)",
     },
-    "03_plan_and_compile": {"max_tokens=20": "max_tokens=4"},
+    "03_plan_and_compile": {
+        "max_tokens=20": "max_tokens=4",
+        'inferlib.compile("smollm2", ': "inferlib.compile({model}, ",
+        'LLM("smollm2", artifacts': "LLM({model}, artifacts",
+        "input_len=3840": "input_len=448",
+        'plan("llama3-8b"': 'plan(inferlib.configs.load("llama3-8b") | dict(num_hidden_layers=2, vocab_size=8192)',
+    },
+    "09_choosing_a_quantization": {'MODEL = "smollm2"': "MODEL = {model}"},
     "11_drafts": {
+        'LLM("smollm2", **OPTIONS), LLM("smollm2", speculation': "LLM({model}, **OPTIONS), LLM({model}, speculation",
         '"summarise it": f"Summarise this text in your own words: {TEXT}",': "",
         "temperature=0, max_tokens=64": "temperature=0, max_tokens=16",
         "temperature=0.2, seed=7, max_tokens=64": "temperature=0.2, seed=7, max_tokens=8",
     },
-    "12_serving": {
+    "12_serving": {  # of the whole model: two layers do not end the JSON that a client asks for
         "CLIENTS = [1, 2, 4, 8, 16]": "CLIENTS = [4]",
         "REQUESTS = 3": "REQUESTS = 1",
         "for _ in range(2):": "for _ in range(1):",
         "await run(4)  #": "#",
     },
     "10_prompts_that_begin_alike": {
+        'LLM("smollm2", max_batch': "LLM({model}, max_batch",
         "max_tokens=12": "max_tokens=3",
         "first_tokens(forget=False)  # everything has run once\n": "",
     },
     "14_long_contexts": {
+        'llm = LLM("smollm2", **SIZES)': "llm = LLM({model}, **SIZES)",
+        "LAYER, HEAD = 12, 1": "LAYER, HEAD = 1, 1",
+        'LLM("smollm2", **SIZES, **option)': "LLM({model}, **SIZES, **option)",
+        "max_tokens=80": "max_tokens=8",
         '"quest": (64, 128), "keydiff": (128, 256), "h2o": (256,), "snapkv": (256,)': '"quest": (64,)',
     },
     "15_loops_and_lanes": {
@@ -58,8 +75,10 @@ LESS = {
         "max_tokens=120": "max_tokens=8",
         'if importlib.util.find_spec("libtpu") is None:': "if True:",  # notebook 3 compiles for TPUs
     },
-    # GPTQ runs on single matrices before.
+    # GPTQ runs on single matrices of the whole before.
     "13_where_four_bits_hurt": {
+        "inferlib.calibrate(MODEL": "inferlib.calibrate({model}",
+        "against=MODEL": "against={model}",
         "tokens=1536": "tokens=512",
         "tokens=1024)": "tokens=512)",
         'method="hadamard+gptq", scheme="int4"': 'method="hadamard+nearest", scheme="int8"',
@@ -99,15 +118,20 @@ def test_stored(path):
             assert len(data.get("image/png", "")) * 3 / 4 < IMAGE_BYTES, cell.source
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return first_layers(2, tmp_path_factory.mktemp("smollm2") / "smollm2.gguf")
+
+
 @pytest.mark.slow
 @every_notebook
-def test_runs(path, tmp_path):
+def test_runs(path, tmp_path, model):
     notebook = nbformat.read(path, as_version=4)
     for cell in code_cells(notebook):
         cell.execution_count, cell.outputs = None, []
     for more, less in LESS.get(path.stem, {}).items():
         (cell,) = (cell for cell in code_cells(notebook) if more in cell.source)
-        cell.source = cell.source.replace(more, less)
+        cell.source = cell.source.replace(more, less.replace("{model}", repr(str(model))))
     # A kernel of this interpreter, whatever kernels the user has installed.
     write_kernel_spec(tmp_path / "python3")
     kernels = KernelSpecManager(kernel_dirs=[str(tmp_path)], ensure_native_kernel=False)
