@@ -26,6 +26,7 @@ from inferlib.sharding.shards import planned_shards
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
 from tests.helpers.looped import CASES, HUGINN, PARCAE, looped_logits, make_looped
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.sequences import run, sequence
 from tests.helpers.tokenizer import VOCAB, write_tokenizer
 from tests.models.test_parity import one_pass
 
@@ -36,7 +37,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 DRAWN = HUGINN | {"state_init": "like-init"}
 # As wide as kernels for TPUs need.
 WIDE = {"n_embd": 128, "recurrent_embedding_dimension": 128, "intermediate_size": 256}
-WIDE |= {"recurrent_intermediation_embedding_dimension": 256}
+WIDE |= {"recurrent_intermediation_embedding_dimension": 256, "n_layers_in_prelude": 1, "n_layers_in_coda": 1}
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +149,24 @@ def test_tokens_are_the_same(name, options, paths, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"early_exit": True, "depthwise_batching": True}], ids=["passes", "depthwise"])
 def test_weights_on_chip_change_no_token(options, tmp_path):
-    path = make_looped(tmp_path / "wide", PARCAE | WIDE)
+    path, buckets = make_looped(tmp_path / "wide", PARCAE | WIDE), Buckets(prefill=(16,), batch=(2,), cache=(32,))
     write_tokenizer(path)
     memory, on_chip = (
-        build_llm(path, BUCKETS, dtype="bfloat16", quantization="int8", backend=backend, **options)
+        build_llm(path, buckets, dtype="bfloat16", quantization="int8", backend=backend, **options)
         for backend in (Backend(matmul="pallas_tpu"), Backend(matmul="pallas_tpu", loop_weights="pallas_tpu"))
     )
     assert on_chip.engine.programs.choices.fallbacks == {}
-    prompts, sampling = random_prompts([12, 7], seed=5), replace(GREEDY, max_tokens=6)  # kernels are interpreted
-    sampling = replace(sampling, exit_threshold=0.1) if options else sampling
-    assert tokens_of(on_chip, prompts, sampling) == tokens_of(memory, prompts, sampling)
-    np.testing.assert_array_equal(on_chip.logits(prompts[0]), memory.logits(prompts[0]))
+    sampling = replace(GREEDY, exit_threshold=0.1) if options else GREEDY
+
+    def of(llm: LLM) -> tuple[list[list[int]], np.ndarray]:
+        """Tokens, and logits of prompts, of one run: kernels are interpreted."""
+        sequences = [sequence(prompt, 6, sampling, detail="logits") for prompt in random_prompts([12, 7], seed=5)]
+        tokens = run(llm.engine, sequences)
+        return tokens, np.concatenate([detail for s in sequences for detail in s.prompt_details])
+
+    (tokens, logits), (expected, expected_logits) = of(on_chip), of(memory)
+    assert tokens == expected
+    np.testing.assert_array_equal(logits, expected_logits)
 
 
 # ---- the number of steps
