@@ -11,6 +11,7 @@ from inferlib.calibration.forward import LayerwiseForward, devices_for
 from inferlib.checkpoint.laid_out import read_layer
 from inferlib.texts import TextSample
 from tests.helpers.calibration import job_of
+from tests.helpers.llms import TINY
 from tests.helpers.oracle import make_checkpoint
 
 WINDOWS = np.random.default_rng(0).integers(4, 120, (8, 24)).astype(np.int32)
@@ -21,8 +22,9 @@ _TWO = {"num_hidden_layers": 2}
     ("family", "options"),
     [
         ("qwen2_moe", _TWO),
-        pytest.param("gemma3n_text", {}, marks=pytest.mark.slow),  # inputs of layers, and caches that others read
-        pytest.param("kimi_linear", {}, marks=pytest.mark.slow),  # states
+        # Inputs of layers, and caches that others read.
+        pytest.param("gemma3n_text", TINY["gemma3n_text"], marks=pytest.mark.slow),
+        pytest.param("kimi_linear", TINY["kimi_linear"], marks=pytest.mark.slow),  # states
     ],
 )
 def test_sums_and_residuals_are_those_of_one_device(family, options, tmp_path):

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import ray.data
 
-from inferlib import LLM, SamplingParams
+from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cluster.batch import BatchJob, Generator
 from tests.helpers.cli_model import make_model
 
-OPTIONS = {"max_batch": 2, "max_len": 96, "dtype": "float32"}
+# Few programs, which each replica compiles for itself.
+BUCKETS = Buckets(prefill=(32,), batch=(2,), cache=(96,))
+OPTIONS = {"max_batch": 2, "max_len": 96, "buckets": BUCKETS, "decode_steps": 2, "dtype": "float32"}
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("batch")))
+    return str(make_model(tmp_path_factory.mktemp("batch"), layers=1))
 
 
 def test_rows_and_what_is_wrong_with_them(model):
