@@ -31,6 +31,7 @@ from tests.helpers.shared_beginnings import TAILS, crowd, run_as_told
 
 PAGES = "quest:3:8"  # three blocks of 8 positions: half a page each
 BUCKETS = Buckets((16,), (1, 4), (96,), tile=8)
+FOUR_ROWS = {"buckets": Buckets((16,), (4,), (96,), tile=8)}  # one batch size: half the programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 # Around the ends of blocks, pages and what is read whole, which all of them pass later on.
 PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 15, 16, 17, 23, 24, 25], TAILS * 2, strict=False)]
@@ -39,10 +40,10 @@ PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 15, 16, 17, 23, 24, 2
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama int4": {"scan": True, "kv_cache_dtype": "int4"},
-    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((16,), (4,), (96,), tile=8)},
-    "gemma3n_text": {"scan": True},  # layers that read the cache of another
-    "gpt_oss": {},  # rings, and sinks
-    "qwen3_5_text": {"scan": True},  # states
+    "llama mesh": {"parallel": "dp=2,tp=2", **FOUR_ROWS},
+    "gemma3n_text": {"scan": True, **FOUR_ROWS},  # layers that read the cache of another
+    "gpt_oss": FOUR_ROWS,  # rings, and sinks
+    "qwen3_5_text": {"scan": True, **FOUR_ROWS},  # states
 }
 
 
@@ -200,5 +201,5 @@ def test_plans_commands_and_artifacts_know_them():
 def test_needles_are_found_in_a_third_of_the_cache():
     """Real weights: one in three is in the newest blocks, which have the question's cells."""
     llm = long_contexts.build("smollm2", 800, "quest:16:16", dtype="float32", scan=True)
-    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800)
+    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800, contexts=2)
     assert long_contexts.answers(llm, asked) >= len(asked) - 1

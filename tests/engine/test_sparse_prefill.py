@@ -23,6 +23,7 @@ from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 
 LENGTH = 640  # five blocks, of which three are listed
 BUCKETS = Buckets((256,), (1, 4), (LENGTH,), tile=128)
+FOUR_ROWS = {"buckets": Buckets((256,), (4,), (LENGTH,), tile=128)}  # one batch size: half the programs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SHARED = random_prompts([400], seed=1)[0]
 # Around the ends of tiles and of chunks; two begin alike.
@@ -30,10 +31,9 @@ PROMPTS = [*random_prompts([1, 127, 128, 129, 257], seed=2), [*SHARED, 3, 4, 5],
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama pages": {"attention_pages": "quest:4:16", "speculation": "ngram:3"},
-    "llama mesh": {"parallel": "dp=2,tp=2", "buckets": Buckets((256,), (4,), (LENGTH,), tile=128)}
-    | {"scan": True, "kv_cache_dtype": "int8"},
-    "gpt_oss": {},  # rings, and sinks
+    "llama pages": {"attention_pages": "quest:4:16", "speculation": "ngram:3", **FOUR_ROWS},
+    "llama mesh": {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int8", **FOUR_ROWS},
+    "gpt_oss": FOUR_ROWS,  # rings, and sinks
 }
 
 
