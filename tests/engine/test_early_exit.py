@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.tokenizer import write_tokenizer
 
 BUCKETS = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
+ONE_BUCKET = replace(BUCKETS, prefill=(16,))  # for further options: fewer programs to compile
 STEPS = 6
 MODELS = {
     "parcae": PARCAE | {"mean_recurrence": STEPS, "recurrent_intermediation_embedding_dimension": 128},
@@ -136,14 +138,6 @@ def test_depths_of_a_stream_that_a_stop_token_ends(llm, expected):
     assert len(answers[-1].tokens) == count
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"speculation": "ngram:3"}], ids=["plain", "ngram"])
-def test_depths_of_tokens_that_the_host_chooses(options, paths, expected):
-    host = [replace(x, logits_processors=[lambda tokens, logits: logits]) for x in PARAMS]
-    other = build_llm(paths["parcae"], BUCKETS, early_exit=True, **options)
-    assert answers_of(other, PROMPTS, host) == expected
-
-
 def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
     hits = []
     with new_engine(llm):
@@ -201,39 +195,28 @@ def test_a_pass_ends_when_all_its_tokens_have_left(llm):
         assert sorted(counted) == list(range(max(taken)))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("huginn", {}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"parallel": "tp=2,dp=2"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"parallel": "cp=2"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"parallel": "cp=2,tp=2,rules=helix"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"parallel": "tp=2,dp=2,rules=dp_attention"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"speculation": "ngram:3"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"max_adapters": 2}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"prefill_devices": [1]}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)
-def test_other_forms(name, options, paths, expected):
-    """Huginn's random states never settle; by this threshold some happen to leave."""
-    params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else PARAMS
-    other = build_llm(paths[name], BUCKETS, early_exit=True, **options)
-    answers, stats = answers_of(other, PROMPTS, params), other.stats
-    tokens = [answer.tokens for answer in answers]
-    if "prefill_devices" not in options and "speculation" not in options:
-        assert stats.core_tokens == sum(map(len, [*PROMPTS, *tokens])) - len(PROMPTS)
+def assert_counted(llm: LLM, answers: list[Answer]) -> None:
+    """Each token of prompts and answers went through the core once, and not with all steps."""
+    stats, tokens = llm.stats, [answer.tokens for answer in answers]
+    assert stats.core_tokens == sum(map(len, [*PROMPTS, *tokens])) - len(PROMPTS)
     assert stats.core_tokens < stats.core_steps < stats.core_tokens * STEPS
-    if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
-        for prompt, of_row, alone in zip(PROMPTS, params, answers, strict=True):
-            assert answers_of(other, [prompt], of_row) == [alone]
-    elif name == "parcae":
-        assert answers == expected
-    else:
-        rows = zip(PROMPTS, answers, params, strict=True)
-        taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row) for of_row in rows]
-        assert set(taken[0]) == {2, 3, 5, 6}
+
+
+@pytest.mark.slow
+def test_replicas_have_the_same_tokens_and_depths(paths, expected):
+    """Other meshes are below, by the other rule."""
+    other = build_llm(paths["parcae"], ONE_BUCKET, early_exit=True, parallel="tp=2,dp=2")
+    assert answers_of(other, PROMPTS, PARAMS) == expected
+    assert_counted(other, expected)
+
+
+@pytest.mark.slow
+def test_depths_of_drafts_and_of_tokens_that_the_host_chooses(paths, expected):
+    other = build_llm(paths["parcae"], ONE_BUCKET, early_exit=True, speculation="ngram:3")
+    assert answers_of(other, PROMPTS, PARAMS) == expected
+    assert other.stats.core_tokens < other.stats.core_steps < other.stats.core_tokens * STEPS
+    host = [replace(x, logits_processors=[lambda tokens, logits: logits]) for x in PARAMS]
+    assert answers_of(other, PROMPTS, host) == expected
 
 
 KL = [
@@ -257,32 +240,26 @@ def test_a_divergence_is_that_of_whole_logits():
         np.testing.assert_allclose(rule(old[:count], new[:count]), expected, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("parcae", {}),
-        ("huginn", {}),
-        ("parcae", {"parallel": "tp=2,dp=2"}),
-        ("parcae", {"parallel": "cp=2,tp=2,rules=helix"}),
-        ("parcae", {"parallel": "tp=2,dp=2,rules=dp_attention"}),
-        ("parcae", {"speculation": "ngram:3"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)
-def test_tokens_that_leave_by_what_the_head_makes_of_them(name, options, paths):
-    """In one batch, and preempted; all tokens and depths are the oracle's."""
+def assert_leave_by_the_head(name: str, llm: LLM) -> list[Answer]:
+    """In one batch all tokens and depths are the oracle's. Returns them."""
     params = [replace(x, exit_threshold=x.exit_threshold and 0.6) for x in KL] if name == "huginn" else KL
-    other = build_llm(paths[name], BUCKETS, early_exit="kl", **options)
-    answers = answers_of(other, PROMPTS, params)
+    answers = answers_of(llm, PROMPTS, params)
+    assert_counted(llm, answers)
     rows = zip(PROMPTS, answers, params, strict=True)
     taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row, rule="kl") for of_row in rows]
     assert len(set(taken[0])) > 2
     assert [set(taken[2]), set(taken[5])] == [{STEPS}, {3}]
-    if not options:
-        with new_engine(other, prefix_caching=False, pages=other.engine.plan.columns * 4 // 3) as engine:
-            assert answers_of(other, PROMPTS, params) == answers
-            assert engine.scheduler.preemptions > 0
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("huginn", None), ("parcae", "cp=2,tp=2,rules=helix"), ("parcae", "tp=2,dp=2,rules=dp_attention")],
+)
+def test_tokens_that_leave_by_what_the_head_makes_of_them(name, parallel, paths):
+    """Parcae on one device is below, with stacked layers."""
+    assert_leave_by_the_head(name, build_llm(paths[name], ONE_BUCKET, early_exit="kl", parallel=parallel))
 
 
 def test_rows_at_different_depths(paths, llm, expected):
@@ -296,49 +273,37 @@ def test_rows_at_different_depths(paths, llm, expected):
     assert stats.core_runs < passes.stats.core_runs
 
 
+def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
+    """By passes, and with rows at different depths in one batch."""
+    options = {"early_exit": True} | options
+    return build_llm(path, ONE_BUCKET, **options), build_llm(path, ONE_BUCKET, depthwise_batching=True, **options)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("parcae", {}),
-        ("parcae", {"platform": "gpu", "backend": "xla", "decode_steps": 4}),
-        ("parcae", {"scan": True, "early_exit": "kl"}),
-        ("parcae", {"parallel": "tp=2"}),
-        ("parcae", {"max_adapters": 2}),
-        ("parcae", {"kv_cache_dtype": "int8"}),
-        ("parcae", {"prefill_devices": [1]}),
-        ("huginn", {}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)
-def test_depths_in_one_batch_are_those_of_passes(name, options, paths):
+def test_depths_in_one_batch_are_those_of_passes(paths, expected):
     """Greedy and sampled tokens, log-probabilities, stop tokens, tokens that the host chooses, and rows that are
     preempted; nothing compiles."""
-    rows = KL if "kl" in options.values() else PARAMS
-    rows = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS] if name == "huginn" else rows
+    passes, depthwise = both_ways(paths["parcae"])
     sampled = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "bad_words": ["a b"], "logprobs": 2}
-    stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14))}
+    stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14)), "logprobs": 1}
     by_host = {"logits_processors": [lambda tokens, logits: logits]}
-    every = ({},) if options or name != "parcae" else ({}, sampled, stopped, by_host)
 
     def results(of: LLM) -> tuple[list[Any], list[float]]:
-        params = [[replace(x, **more) for x in rows] for more in every]
-        chosen = [x for of_all in params for output in of.generate(PROMPTS, of_all) for x in output.outputs]
+        params = [replace(x, **more) for more in (sampled, stopped) for x in PARAMS]
+        chosen = [output.outputs[0] for output in of.generate(PROMPTS * 2, params)]
+        for more in ({}, by_host):
+            assert answers_of(of, PROMPTS, [replace(x, **more) for x in PARAMS]) == expected
         answers = [(x.token_ids, x.depths, x.finish_reason) for x in chosen]
         return answers, [entry.logprob for x in chosen for step in x.logprobs or () for entry in step.values()]
 
+    of_passes = results(passes)
+
     def assert_same() -> None:
         answers, logprobs = results(depthwise)
-        assert answers == expected[0]
-        np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)  # chunks of prompts are cut in other ways
+        assert answers == of_passes[0]
+        np.testing.assert_allclose(logprobs, of_passes[1], atol=1e-5)  # chunks of prompts are cut in other ways
 
-    both = ({"early_exit": True, "depthwise_batching": how} | options for how in (False, True))
-    passes, depthwise = (build_llm(paths[name], BUCKETS, **each) for each in both)
-    expected = results(passes)
-    if options or name != "parcae":
-        assert_same()
-        return
-    depthwise.warmup(["greedy", "sample", "logprobs", "processed"])
+    depthwise.warmup(["greedy", "logprobs", "processed"])
     before = compilations()
     assert_same()
     assert compilations() == before
@@ -348,6 +313,52 @@ def test_depths_in_one_batch_are_those_of_passes(name, options, paths):
         assert engine.scheduler.preemptions > 0
     with before_each_dispatch(depthwise, poison):  # of tokens in the core, the prelude's cells stay
         assert_same()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"platform": "gpu", "backend": "xla", "decode_steps": 4},
+        {"parallel": "tp=2"},
+        {"max_adapters": 2},
+        {"prefill_devices": [1]},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=lambda value: "-".join(map(str, value.values())),
+)
+def test_other_forms(options, paths, expected):
+    """By passes, and with rows at different depths."""
+    llms = both_ways(paths["parcae"], **options)
+    answers = [answers_of(llm, PROMPTS, PARAMS) for llm in llms]
+    if "prefill_devices" not in options:
+        for llm in llms:
+            assert_counted(llm, answers[0])
+    if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
+        expected = [answers_of(llms[0], [prompt], of_row)[0] for prompt, of_row in zip(PROMPTS, PARAMS, strict=True)]
+    assert answers == [expected] * 2
+
+
+@pytest.mark.slow
+def test_other_forms_of_huginn(paths):
+    """Random states never settle; by this threshold some happen to leave."""
+    params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS]
+    passes, depthwise = (answers_of(llm, PROMPTS, params) for llm in both_ways(paths["huginn"]))
+    assert depthwise == passes
+    rows = zip(PROMPTS, passes, params, strict=True)
+    taken = [assert_chosen_by_the_oracle(MODELS["huginn"], *of_row) for of_row in rows]
+    assert set(taken[0]) == {2, 3, 5, 6}
+
+
+@pytest.mark.slow
+def test_stacked_layers_and_what_the_head_makes_of_tokens(paths):
+    """By passes, preempted, and with rows at different depths."""
+    passes, depthwise = both_ways(paths["parcae"], scan=True, early_exit="kl")
+    answers = assert_leave_by_the_head("parcae", passes)
+    with new_engine(passes, prefix_caching=False, pages=passes.engine.plan.columns * 4 // 3) as engine:
+        assert answers_of(passes, PROMPTS, KL) == answers
+        assert engine.scheduler.preemptions > 0
+    assert assert_leave_by_the_head("parcae", depthwise) == answers
 
 
 @pytest.mark.parametrize(
