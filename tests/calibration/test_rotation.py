@@ -14,6 +14,7 @@ from inferlib.ops.observed import InputSums
 from inferlib.ops.quantized import SCHEMES
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.calibration import job_of, logits_of
+from tests.helpers.llms import TINY
 from tests.helpers.oracle import make_checkpoint, reference_logits
 
 WINDOWS = np.random.default_rng(0).integers(4, 120, (4, 24)).astype(np.int32)
@@ -64,7 +65,7 @@ SMOOTHED = {
     "gpt_oss": ("gpt_oss", _TWO),
     "phi3": ("phi3", _TWO),
     "lfm2": ("lfm2", {}),
-    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear": ("kimi_linear", TINY["kimi_linear"]),
 }
 
 

@@ -23,6 +23,7 @@ from tests.helpers.poison import before_each_dispatch, cached_pages, poison, tok
 from tests.helpers.shared_beginnings import TAILS
 
 BUCKETS = Buckets((16,), (1, 4), (96,), tile=8)
+FOUR_ROWS = Buckets((16,), (4,), (96,), tile=8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 16, 17, 25], TAILS * 2, strict=False)]
 TEXT = TextSample(["".join(map(chr, np.random.default_rng(0).integers(97, 123, 2000)))], tokens=256, window=32)
@@ -114,8 +115,7 @@ def test_what_is_read_whole_is_read_in_full(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"scan": True}, {"parallel": "dp=2,tp=2"}, {"speculation": "ngram:3"}], ids=str)
 def test_other_forms(options, path, selecting):
-    buckets = Buckets((16,), (4,), (96,), tile=8)
-    other = build_llm(path, buckets, attention_pages="loki:3:8", decode_steps=4, **options)
+    other = build_llm(path, FOUR_ROWS, attention_pages="loki:3:8", decode_steps=4, **options)
     assert tokens_of(other, PROMPTS, GREEDY) == tokens_of(selecting, PROMPTS, GREEDY)
 
 
@@ -151,7 +151,7 @@ def test_commands_know_them():
 @pytest.mark.slow
 def test_artifacts_know_them(path, selecting, tmp_path):
     """The model's bases are found though no option asks for them again."""
-    made = compile(path, "cpu", buckets=BUCKETS, modes=["greedy"], attention_pages="loki:3:8", out=tmp_path / "out")
+    made = compile(path, "cpu", buckets=FOUR_ROWS, modes=["greedy"], attention_pages="loki:3:8", out=tmp_path / "out")
     assert made.ok
     llm = LLM(path, artifacts=tmp_path / "out", progress=False)
     assert tokens_of(llm, PROMPTS[:3], GREEDY) == tokens_of(selecting, PROMPTS[:3], GREEDY)

@@ -31,6 +31,7 @@ KINDS = [
 LENGTHS = [5, 19, 3, 8, 30]
 UNPROCESSED = (2, 3)  # the kinds without processors
 BUCKETS = Buckets((8,), (2, 4), (64,))
+FOUR_ROWS = Buckets((8,), (4,), (64,))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def outputs(llm: LLM, prompts, params):
 @pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
 def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
     """Prompts of several steps, more than there are rows, beside requests without; also where pages run out."""
-    it = llm if parallel in (None, "preempted") else build_llm(path, BUCKETS, parallel=parallel)
+    it = llm if parallel in (None, "preempted") else build_llm(path, FOUR_ROWS, parallel=parallel)
     with new_engine(it, pages=5 if parallel == "preempted" else None):
         _assert_nothing_changes(it, preempts=parallel == "preempted")
 

@@ -23,7 +23,7 @@ from inferlib.sharding.mesh import Parallelism
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import poison
-from tests.helpers.sequences import GREEDY, LEAST, run, sequence
+from tests.helpers.sequences import FOUR_ROWS, GREEDY, LEAST, run, sequence
 from tests.helpers.shared_beginnings import BESIDE_KINDS, JOB, PAGE, SAMPLED, assert_as_if_alone, prompt_of
 
 KIND = "llama stacked"
@@ -201,11 +201,9 @@ def test_an_llm_warms_up_sleeps_and_forgets(kind, handed, checkpoint):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("llama", {"parallel": "dp=2,tp=2"}),
                 ("llama", {"parallel": "dp=2,tp=2,rules=dp_attention"}),
                 ("llama", {"speculation": "ngram:3", "kv_cache_dtype": "int8"}),
                 ("gpt_oss", {"parallel": "ep=2,tp=2"}),
-                ("gpt_oss", {"speculation": "ngram:3"}),
                 ("qwen3_5_text", {"parallel": "dp=2,tp=2"}),
             ]
         ),
@@ -220,7 +218,7 @@ def test_kinds_of_engines(kind, options, checkpoint):
     devices = jax.devices()[4 : 4 + count]
     outputs = []
     for more in ({}, {"prefill_devices": devices}):
-        llm = build_llm(path, LEAST, page_size=PAGE, **options, **more)
+        llm = build_llm(path, FOUR_ROWS, page_size=PAGE, **options, **more)
         outputs.append([x.outputs[0].token_ids for _ in range(2) for x in llm.generate(prompts, GREEDY)])
     assert outputs[0] == outputs[1]
     assert llm.stats.handed_tokens >= 32 + 16 + 64

@@ -29,6 +29,7 @@ from tests.helpers.tokenizer import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 BUCKETS = Buckets((8,), (2, 4), (64,))
+FOUR_ROWS = Buckets((8,), (4,), (64,))
 CITIES = ["London", "Los Angeles", "Lima", "Rome"]
 CODE = r"[a-z]{2,5}-[0-9]{3}"
 EOS = 2
@@ -70,7 +71,7 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone."""
-    it = llm if parallel in (None, "preempted") else build_llm(path, BUCKETS, parallel=parallel)
+    it = llm if parallel in (None, "preempted") else build_llm(path, FOUR_ROWS, parallel=parallel)
     preempt, preempted = Scheduler._preempt, []
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, s: (preempted.append(s.params), preempt(self, s)))
     prompts = random_prompts(LENGTHS)

@@ -9,6 +9,7 @@ from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import MAX_LEN
 
 LEAST = Buckets((16,), (1, 4), (MAX_LEN,), tile=8)  # with few programs
+FOUR_ROWS = Buckets((16,), (4,), (MAX_LEN,), tile=8)  # and with fewer
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 

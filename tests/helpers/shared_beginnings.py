@@ -16,7 +16,7 @@ from inferlib.engine.sequence import Sequence, Status
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts
 from tests.helpers.poison import poison
-from tests.helpers.sequences import LEAST, run, sequence
+from tests.helpers.sequences import FOUR_ROWS, LEAST, run, sequence
 
 PAGE, UNIT = 16, 8  # tiles of a step have 8 tokens
 TRUNK = random_prompts([48], seed=50)[0]
@@ -56,12 +56,14 @@ BESIDE_KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slo
 
 
 def build_tight(path: Path, kind: str) -> LLM:
-    """Four rows that share pages for a sequence and a half, and three snapshots of what is beside pages."""
+    """Four rows that share pages for a sequence and a half, and three snapshots of what is beside pages. Only rows of
+    some kinds go to smaller batches: the others have half the programs."""
+    buckets = LEAST if kind in ("llama stacked", *PACKED, *FAST) else FOUR_ROWS
     options: dict[str, Any] = {"page_size": PAGE, "decode_steps": 4, **(PAGED | PACKED | BESIDE)[kind]}
     options |= {"snapshots": 3} if kind in BESIDE else {}
-    whole = build_llm(path, LEAST, **options).engine.plan
+    whole = build_llm(path, buckets, **options).engine.plan
     of_page, of_rows = whole.bytes_of()
-    return build_llm(path, LEAST, cache_memory=of_rows + of_page * (whole.columns * 3 // 2), **options)
+    return build_llm(path, buckets, cache_memory=of_rows + of_page * (whole.columns * 3 // 2), **options)
 
 
 def prompt_of(shared: int, tail: int, length: int) -> list[int]:
