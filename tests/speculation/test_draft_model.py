@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from inferlib import LLM, Buckets, Speculation, StructuredOutputs
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.option_checks import ConfigurationError
+from inferlib.programs.counter import compilations
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.poison import before_each_dispatch, poison
@@ -26,6 +28,7 @@ from tests.helpers.speculation import (
     LOGGED,
     TAILS,
     TRUNK,
+    Job,
     assert_nothing_compiles,
     assert_same,
     options,
@@ -63,21 +66,42 @@ def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_all_options_in_one_batch(family, path, other, without, counts, checkpoint):
+def test_all_options_in_one_batch(path, other, without, counts):
     """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
     warm-up, whatever a dispatch drafts. In the end the weights that draft are NaN, and so is all that they compute."""
     counts(0, 1, 3)
-    llm = assert_nothing_compiles(lambda: drafting(path, other if family == "llama" else checkpoint(family)), without)
+    llm = assert_nothing_compiles(lambda: drafting(path, other), without)
     assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
     assert 0 < llm.stats.accepted_drafts < llm.stats.drafts
+    assert_nothing_is_read_of_what_drafts(llm, LOGGED, without)
+
+
+def assert_nothing_is_read_of_what_drafts(llm: LLM, jobs: Sequence[Job], without: LLM) -> None:
+    """With weights of NaN, tokens are what they are without."""
     weights, count, drafts = llm.engine.weights, len(llm.engine.model.specs), llm.stats.drafts
     llm.engine.weights = (*weights[:count], *(jnp.full_like(x, jnp.nan) for x in weights[count:]))
     llm.reset_prefix_cache()
-    assert_same(run(llm, LOGGED), run(without, LOGGED))
+    assert_same(run(llm, jobs), run(without, jobs))
     assert llm.stats.drafts > drafts
+
+
+@pytest.mark.slow
+def test_states_that_draft_in_batches_that_change(path, without, checkpoint, counts):
+    """Of convolutions. Nothing compiles after the warm-up, whatever a dispatch drafts; modes are above."""
+    counts(0, 1, 3)
+    conv = checkpoint("lfm2", num_hidden_layers=2, layer_types=("conv", "full_attention"))
+    expected, llm = run(without, LONGER), drafting(path, conv)
+    llm.warmup(("greedy",))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, LONGER), expected)
+    assert compilations() == before
+    assert_accounted(llm.engine)
+    assert llm.engine.scheduler.preemptions
+    assert llm.stats.cached_tokens
+    assert_nothing_is_read_of_what_drafts(llm, LONGER, without)
 
 
 def test_the_cache_follows_the_targets(path, without):

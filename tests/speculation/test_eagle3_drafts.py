@@ -138,7 +138,7 @@ def test_what_is_refused(path, head, checkpoint, tmp_path):
 def test_nothing_that_is_not_valid_is_read(path, head, without):
     """What is not valid holds NaN before each dispatch; as many drafts stand."""
     wanted, stood, shares = run(without, ALONE), [], []
-    llm = build_llm(path, BUCKETS, decode_steps=2, speculation=f"eagle3:{head}:3")
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3")  # as below
     for act in (lambda engine: None, lambda engine: shares.append(poison(engine))):
         with before_each_dispatch(llm, act):
             assert_same(run(llm, ALONE), wanted)
@@ -164,9 +164,8 @@ def test_changing_counts_and_batches(path, head, without, counts):
 @pytest.mark.parametrize(
     "more",
     [
-        {"scan": True, "kv_cache_dtype": "int8"},
         {"parallel": "dp=2,cp=2,tp=2"},
-        {"prefill_devices": [1], "page_size": 8},
+        {"scan": True, "kv_cache_dtype": "int8", "prefill_devices": [1], "page_size": 8},
     ],
     ids=str,
 )

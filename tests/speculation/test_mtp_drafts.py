@@ -115,9 +115,7 @@ def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, undrafted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [{"prefill_devices": [1]}, {"parallel": "cp=2,tp=2"}, {"parallel": "ep=2,tp=2"}], ids=str
-)
+@pytest.mark.parametrize("more", [{"prefill_devices": [1]}, {"parallel": "ep=2,cp=2,tp=2"}], ids=str)
 def test_several_devices(path, more, without):
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", **more)
     for _ in range(2):
