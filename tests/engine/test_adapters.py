@@ -162,7 +162,6 @@ def test_families_stacks_and_patterns(family, options, written, expected):
         pytest.param("tp=4,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
-        pytest.param("cp=2,dp=2", marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh(parallel, written, expected):

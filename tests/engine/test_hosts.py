@@ -264,7 +264,6 @@ def test_a_model_that_one_process_cannot_see(start, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "last", "message"),
     [
-        (2, {"sizes": {"max_len": 32}}, "the largest cache bucket (64) must equal max_len (32)"),
         (2, {"parallel": "dp=2"}, "differs from process 0 in parallel"),
         (3, {"fault": "early"}, "it has ended"),
     ],

@@ -28,20 +28,19 @@ QUICK = [
 ]
 # Each preset with a ring (gemma3), and with latents and experts (deepseek), and those that states run on with states,
 # unless it stands above; each mesh with one of them at least. Heads of gemma3 are copied and padded, those of smollm2
-# divide by no even number; its 7 experts do not either.
+# divide by no even number; its 7 experts do not either. Which device has which tokens (tp_sp) is no mixer's matter, so
+# that three of them run on it.
 SLOW = {
-    "gemma3": "tp=8 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
-    "tp=4,rules=dp_attention",
+    "gemma3": "tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d tp=4,rules=dp_attention",
     "smollm2": "tp=4,rules=tp_sp cp=4,tp=2,rules=tp2d cp=4,tp=2,rules=helix",
-    "minicpm3": "cp=2,tp=4 dp=2,cp=2,tp=2,rules=tp2d",
-    "experts": "ep=4 ep=2,tp=2,dp=2 ep=2,tp=2,rules=tp_sp",
-    "deepseek": "ep=2,cp=2,tp=2 tp=4,rules=tp_sp cp=8 cp=4,tp=2,rules=helix cp=4,tp=2,rules=tp2d",
+    "experts": "ep=4 ep=2,tp=2,dp=2",
+    "deepseek": "ep=2,cp=2,tp=2 tp=4,rules=tp_sp cp=4,tp=2,rules=helix cp=4,tp=2,rules=tp2d",
     "gemma3n": "cp=2,tp=2 tp=2,rules=tp_sp",
     "qwen3_5": "tp=2,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "olmo_hybrid": "tp=4,rules=tp_sp",
-    "kimi_linear": "ep=2,tp=4 tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "kimi_linear": "ep=2,tp=4 ep=2,tp=2,rules=dp_attention",
     "minimax": "tp=8,rules=tp_sp ep=2,tp=4",
-    "lfm2": "tp=4,dp=2 tp=8,rules=tp_sp",
+    "lfm2": "tp=4,dp=2",
     "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention ep=2,tp=4",
     "gemma4": "ep=2,tp=2,rules=dp_attention",
     "gemma3, window 5": "cp=2,tp=2,rules=helix",
@@ -113,7 +112,6 @@ def assert_same_logits_and_tokens(engine: Engine, shape: str, expected) -> None:
         pytest.param("cohere2", "tp=4,rules=dp_attention", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         pytest.param("llama4", "cp=2", marks=pytest.mark.slow),
         pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
