@@ -119,12 +119,12 @@ class EngineConfig:
     keys of 6; None for the model's dtype.
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
-    cascade: decode steps of eight rows and more may read a prefix that rows share once, by programs of their own.
+    cascade: decode steps of eight rows and more may read a shared prefix once, with programs of their own.
     row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
-    as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
-    take its pages (see `CachePlan.no_prefix_caching`). snapshots: of rings and states, on each replica, from which such
-    prompts go on; None: as many as rows, or as memory allows.
+    as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: a prompt that begins like an earlier one
+    reuses its pages (see `CachePlan.no_prefix_caching`). snapshots: how many of rings and states each replica has, from
+    which such prompts go on; None: as many as rows, or as memory allows.
     host_cache: bytes of host memory for pages and snapshots that are evicted; disk_cache: a folder for them, with files
     of at most `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
@@ -467,11 +467,11 @@ class EngineSettings(TypedDict, total=False):
 class EngineOptions:
     """What a user decides about the engine. None leaves a decision to `resolve`.
 
-    max_batch: sequences decoded together; by default 512 on GPUs (64 where kernels do not read just what a row has) and
-        64 on TPUs, or less if rings and recurrent states of so many would take more than half of the memory that
-        is left; else 8.
-    max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
-        on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.
+    max_batch: sequences decoded together. By default 512 on GPUs (64 where the kernels read more than what a row has),
+        64 on TPUs, 8 elsewhere. On GPUs and TPUs it is less if rings and recurrent states would take more than half of
+        the memory that is left.
+    max_len: longest prompt plus output, in tokens. It reserves nothing. By default the model's context, but at most
+        8192 on TPUs and 2048 elsewhere. GPUs whose kernels read only what a row has take any context.
     buckets: static shapes to compile for; by default powers of four.
     kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head, "int4" rotated values
         of 4 bits and keys of 6; by default they have the model's dtype.
@@ -488,23 +488,24 @@ class EngineOptions:
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
     host_cache: memory of the host for pages and snapshots that the devices have no room for: bytes, or a text such as
-        "16GiB". They come back where that is faster than to compute their tokens.
-    disk_cache: a folder for them, which later processes with the same model find there; it is new, empty or one
-        that was used so before. disk_cache_size: of its files; by default half of what is free on the disk.
-    prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest.
-    snapshots: models that keep more of a row than pages (recurrent layers, windows) go on from snapshots of that, so
-        many on each replica; 0: they share nothing. By default one for each row, up to 64 in at most a quarter of the
-        memory that rows and one sequence leave, or up to 8 if `cache_memory` is neither given nor known.
+        "16GiB". They come back when that is faster than to compute their tokens again.
+    disk_cache: a folder for such pages and snapshots. Later processes with the same model find them there. The folder
+        is new, empty, or one that was used in this way before. disk_cache_size: most bytes of its files; by default
+        half of what is free on the disk.
+    prefix_caching: a prompt that begins like an earlier one reuses its pages, and computes only the rest.
+    snapshots: how many snapshots of windows and recurrent states each replica has. Prompts of models with such layers
+        go on from a snapshot; with 0 they share nothing. By default one for each row: at most 64, in at most a quarter
+        of the memory that rows and one sequence leave, or at most 8 if `cache_memory` is neither given nor known.
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.
-    itl: seconds that a token may take to follow another while prompts are prefilled, on average over rows and prompts
-        that fill the cache: steps take no more prompt tokens than they have time for. Steps are timed at the start, and
-        for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
-    speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
-        by what followed the same tokens earlier in the row, "draft:NAME:3" by a smaller model of the same vocabulary,
-        "eagle3:DIRECTORY:3" by an EAGLE-3 head, "mtp:3" by the model's own layer for further tokens; or a
-        `Speculation`. Where that pays is measured while requests run. It takes programs of its own. By default off.
+    itl: most seconds between two tokens of a row while prompts are prefilled, on average over rows and prompts that
+        fill the cache. Steps then read no more prompt tokens than that leaves time for. Steps are timed at the start,
+        those of other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as possible.
+    speculation: something drafts tokens, and a decode step checks them together; no result changes. "ngram:3" drafts up
+        to 3 tokens that followed the same tokens earlier in the row, "draft:NAME:3" asks a smaller model of the same
+        vocabulary, "eagle3:DIRECTORY:3" an EAGLE-3 head, "mtp:3" the model's own layer for further tokens; or a
+        `Speculation`. The engine measures where that pays. It needs programs of its own. By default off.
     attention_pages: decode steps read only the pages of a row whose keys may matter most to the query, which changes
         results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
         as many blocks of 16 positions; "loki:64" likewise, by bases of keys from beside the model, see
@@ -520,9 +521,9 @@ class EngineOptions:
         "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among
         them, and lets 32 more come before it scores again; "keydiff:2048:64" lets 64 more come. It needs layers that
         keep keys and values of all positions. Prompts share no pages. By default all positions are kept.
-    max_adapters: adapters that are on the devices at a time; more may be loaded, which take turns. They take memory
-        beside the weights. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank that one
-        may have; by default the highest of those that `LLM` is given, or 16.
+    max_adapters: how many adapters are on the devices at a time, beside the weights. More may be loaded, and take
+        turns. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank of an adapter; by
+        default the highest of those that `LLM` is given, or 16.
     depthwise_batching: of a model with `early_exit`: a decode step runs the core's next step for each row, wherever it
         is, and the rest of the model once enough rows have left, so that the deepest one does not hold the others up
         (continuous depth-wise batching); a number: once so many wait. It changes no result, and pays where the core
