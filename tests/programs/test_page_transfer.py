@@ -129,18 +129,18 @@ for transfer in (PageTransfer(large_plan(), shards), EntryTransfer(rings.arrays,
 
 
 def large_plan() -> CachePlan:
-    """Of stacked arrays of 67 and 34 MB, and one layer in int8."""
+    """Of stacked arrays of 34 and 17 MB, and one layer in int8."""
     blocks = (
-        BlockCache(((4, 64, 8, 128, 128),) * 2, False, BFLOAT16),
-        BlockCache(((4, 64, 1, 128, 512), (4, 64, 1, 64, 128)), False, BFLOAT16, latent=True),
+        BlockCache(((2, 64, 8, 128, 128),) * 2, False, BFLOAT16),
+        BlockCache(((2, 64, 1, 128, 512), (2, 64, 1, 64, 128)), False, BFLOAT16, latent=True),
         BlockCache(((64, 8, 128, 128),) * 2, False, np.dtype(np.int8), scaled=True),
     )
     return CachePlan(rows=8, max_len=1024, page=128, pages=64, blocks=blocks)
 
 
 def large_rings() -> CachePlan:
-    """Of two stacked arrays of 805 MB."""
-    blocks = (BlockCache(((4, 64, 8, 1536, 128),) * 2, True, BFLOAT16),)
+    """Of two stacked arrays of 403 MB."""
+    blocks = (BlockCache(((2, 64, 8, 1536, 128),) * 2, True, BFLOAT16),)
     return CachePlan(rows=64, max_len=4096, page=128, pages=64, blocks=blocks)
 
 
@@ -150,4 +150,4 @@ def test_the_tpu_compiler_copies_no_more_than_pages_and_rows():
     environ = environment(parse_target("v6e-8")) | {"PYTHONPATH": str(Path(__file__).parents[2])}
     child = subprocess.run([sys.executable, "-c", ON_TPU], env=environ, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-3000:]
-    assert [int(size) < 1 << 22 for size in child.stdout.split()] == [True] * 4
+    assert [int(size) <= 0 for size in child.stdout.split()] == [True] * 4
