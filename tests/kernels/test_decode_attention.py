@@ -72,7 +72,7 @@ WRITING_CASES = {
     ),
     "fp8, written in half precision": Case((0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True),
     "int8, several written to pages": Case(
-        (2, 129, 131, 300), queries=3, slots=128, columns=3, layers=2, stored="int8", writes=(2, 3, 1, 2)
+        (2, 129, 131, 300), heads=1, queries=3, slots=128, columns=3, layers=2, stored="int8", writes=(2, 3, 1, 2)
     ),
     "fp8, written to a ring": Case(
         (0, 1, 129, 500), heads=1, slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True
@@ -105,7 +105,7 @@ SHORT_CASES = {
         (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)
     ),
     "short rows, fp8 in half precision, written": Case(
-        (0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True
+        (0, 1, 40, 200), heads=1, dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True
     ),
 }
 
