@@ -17,6 +17,7 @@ from jax import lax
 
 from inferlib.ops import int4_cells
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.quantized import Scheme, quantize
 
 ROWS = 128  # rows of a folded cache whose first parts are consecutive positions
@@ -65,7 +66,7 @@ def chunk_write(
         from inferlib.pallas_kernels import chunk_write_tpu
 
         kernel = partial(chunk_write_tpu.chunk_write, layer=0 if layer is None else layer, ring=ring)
-        return lax.platform_dependent(cache, new, pages, slots, cpu=partial(kernel, interpret=True), default=kernel)
+        return run_kernel(kernel, cache, new, pages, slots)
     width, capacity = new[0].shape[1], cache[0].shape[-2]
     at = slots[:, None] + jnp.arange(width)
     at, pages = (at % capacity if ring else at).reshape(-1), jnp.repeat(pages, width)

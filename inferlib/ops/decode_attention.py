@@ -14,6 +14,7 @@ from inferlib.ops.attention import AttentionOptions, masked_attention, merge_att
 from inferlib.ops.cache_write import cache_write, rounded
 from inferlib.ops.choice import Choice
 from inferlib.ops.int4_cells import VALUES
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages, shape_of
 
 Cache = TypeVar("Cache", KvCache, LatentCache)
@@ -125,8 +126,7 @@ def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tup
     def run(q, k, v, lengths, *, interpret: bool):
         return kernel(q, replace(cache, k=k, v=v), lengths, options, interpret=interpret)
 
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    return lax.platform_dependent(q, cache.k, cache.v, lengths, **forms)
+    return run_kernel(run, q, cache.k, cache.v, lengths)
 
 
 def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -146,8 +146,7 @@ def _by_tpu_kernel(
             q, of_call, lengths, options, new=new, mask=mask, interpret=interpret
         )
 
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    out, lse, *arrays = lax.platform_dependent(q, cache.k, cache.v, lengths, **forms)
+    out, lse, *arrays = run_kernel(run, q, cache.k, cache.v, lengths)
     return out, lse, cache.with_arrays(arrays) if arrays else cache
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 from inferlib.ops.grouped_matmul import Weight
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
@@ -176,4 +177,4 @@ def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static:
         return expert_mlp_tpu.expert_mlp(x, experts, factors, interpret=interpret, **static)
 
     inputs = x, gate_up, down, factors, layer if stacked else jnp.int32(0), small
-    return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
+    return run_kernel(kernel, *inputs)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul, precision_of
 from inferlib.ops.observed import ObservedWeight
@@ -202,8 +203,7 @@ def _by_gpu_kernel(
         of_rows = groups["ids"] if "ids" in groups else grouped_matmul_gpu.Sorted(**groups, rows=rows)
         return grouped_matmul_gpu.grouped_matmul(x, values, scales, of_rows, **options)
 
-    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
-    y = lax.platform_dependent(x, values, scales, rows, groups, **forms)
+    y = run_kernel(kernel, x, values, scales, rows, groups)
     return y.reshape(-1, *parts, values.shape[-1])
 
 
@@ -230,7 +230,7 @@ def _by_tpu_kernel(
         scales = w.scales if layer is None else w.scales[layer]
         scales = scales.reshape(sizes.size, math.prod(parts), -1)
     inputs = x, _for_tpu(w, layer is not None), sizes, jnp.int32(0) if layer is None else layer, scales
-    y = lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
+    y = run_kernel(kernel, *inputs)
     return jnp.moveaxis(y, 0, 1).reshape(x.shape[0], *parts, -1)
 
 

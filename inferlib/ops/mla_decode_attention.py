@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
 from inferlib.ops.cache_write import unfolded
 from inferlib.ops.choice import Choice
 from inferlib.ops.decode_attention import write_new
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import LatentCache, NewCells, Shaped, gather_pages, shape_of
 
 # Implementations that read one layer of a stacked cache where it lies.
@@ -109,8 +108,7 @@ def _by_gpu_kernel(
         return kernel(q, rotary, of_call, lengths, scale, new=added, interpret=interpret)
 
     operands = q, rotary, cache.latents, cache.keys, lengths, new and new.cells
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    out, lse, *arrays = lax.platform_dependent(*operands, **forms)
+    out, lse, *arrays = run_kernel(run, *operands)
     return out, lse, cache.with_arrays(arrays) if arrays else cache
 
 
@@ -136,8 +134,7 @@ def _by_tpu_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tupl
         of_call = replace(cache, latents=latents, keys=keys)
         return mla_decode_attention_tpu.mla_decode_attention(q, of_call, lengths, scale, interpret=interpret)
 
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    return lax.platform_dependent(q, latents, keys, lengths, **forms)
+    return run_kernel(run, q, latents, keys, lengths)
 
 
 def _by_nki_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:

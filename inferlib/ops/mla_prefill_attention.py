@@ -12,6 +12,7 @@ from jax import lax
 from inferlib.attention_values import AttentionOptions, Expansion
 from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, gather_pages, shape_of
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.prefill_attention import prefill_attention
@@ -92,8 +93,7 @@ def _by_tpu_kernel(
         return kernel(q, weights, of_call, rows, positions, scale, interpret=interpret)
 
     arrays = q, expansion.keys, expansion.values, latents, keys, rows, positions
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    return lax.platform_dependent(*arrays, **forms)
+    return run_kernel(run, *arrays)
 
 
 def _cells(cache: LatentCache, rows: jax.Array, rotary: int, dtype) -> tuple[jax.Array, jax.Array]:

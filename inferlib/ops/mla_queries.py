@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from jax import lax
 
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -46,5 +46,4 @@ def mla_queries(
         raise ValueError(f"mla_queries cannot run these: {reason}")
     from inferlib.pallas_kernels.mla_queries_gpu import mla_queries as kernel
 
-    forms = dict(cpu=partial(kernel, eps=eps, interpret=True), default=partial(kernel, eps=eps))
-    return lax.platform_dependent(q, down, weight, k, cos, sin, **forms)
+    return run_kernel(partial(kernel, eps=eps), q, down, weight, k, cos, sin)

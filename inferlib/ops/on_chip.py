@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor
 
 # A compiler option of programs with such loops. XLA:TPU moves an array to memory and back, in every trip, that is on
@@ -69,7 +68,7 @@ def _too_large(size: int) -> str | None:
 def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
     from inferlib.pallas_kernels.on_chip_tpu import copy_on_chip
 
-    return lax.platform_dependent(arrays, cpu=partial(copy_on_chip, interpret=True), default=copy_on_chip)
+    return run_kernel(copy_on_chip, arrays)
 
 
 def _is_packed(leaf: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +20,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.quantized import Scheme
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -132,7 +132,7 @@ def by_kernel(
         options: dict[str, Any] = dict(norm=norm, activation=activation, out_dtype=out_dtype, interpret=interpret)
         return mx_matmul(rows, stack, layer=layer, **options)
 
-    y = lax.platform_dependent(rows, w.stack, layer, norm, cpu=partial(run, interpret=True), default=run)
+    y = run_kernel(run, rows, w.stack, layer, norm)
     y = y.reshape(*y.shape[:2], -1, *w.rest)
     return jnp.moveaxis(y, 0, 1) if w.apart and activation is None else y[0]
 

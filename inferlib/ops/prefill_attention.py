@@ -12,6 +12,7 @@ from jax import lax
 
 from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import KvCache, Shaped, cells_of_rows, shape_of
 
 # Implementations that read one layer of a stacked cache where it lies.
@@ -155,8 +156,7 @@ def _by_tpu_kernel(
             q, of_call, rows, positions, options, visits=visits, blocks=blocks, interpret=interpret
         )
 
-    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
-    return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
+    return run_kernel(run, q, cache.k, cache.v, rows, positions)
 
 
 def _by_xla(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
-from jax import lax
 
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 
 
 def choose(cache: KvCache, backend: str, *, unfit: str = "") -> Choice:
@@ -62,6 +61,5 @@ def project_and_attend(
         weighing, of_call = replace(options, sinks=arrays["sinks"]), replace(cache, k=k, v=v)
         return kernel(products, of_call, lengths, steps, weighing, interpret=interpret)
 
-    forms = {"cpu": partial(run, interpret=True), "default": partial(run, interpret=False)}
-    out, *new = lax.platform_dependent(products, cache.k, cache.v, lengths, arrays, **forms)
+    out, *new = run_kernel(run, products, cache.k, cache.v, lengths, arrays)
     return out, cache.with_arrays(new)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.choice import Choice
+from inferlib.ops.interpreted import run_kernel
 from inferlib.pallas_kernels.mailboxes import Mailboxes
 
 
@@ -89,11 +90,11 @@ def residual_norm(
     if branch.ndim == 2:
         from inferlib.pallas_kernels.add_norm_gpu import add_norm
 
-        x, y = _on_gpu(partial(add_norm, eps=eps), branch, x, weight)
+        x, y = run_kernel(partial(add_norm, eps=eps), branch, x, weight)
         return x, y, None
     from inferlib.pallas_kernels.partial_sums_gpu import added
 
-    x, y, squares = _on_gpu(added, branch, x, weight)
+    x, y, squares = run_kernel(added, branch, x, weight)
     return x, DeferredNorm(y, squares, eps), None
 
 
@@ -103,7 +104,3 @@ def reference(x: jax.Array, branch: jax.Array, weight: jax.Array, eps: float) ->
     y = x.astype(jnp.float32)
     factor = lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return x, (y * factor * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def _on_gpu(kernel, *arrays: jax.Array):
-    return lax.platform_dependent(*arrays, cpu=partial(kernel, interpret=True), default=kernel)

@@ -30,6 +30,7 @@ from inferlib.ops.choice import Choice
 from inferlib.ops.decode_attention import IN_PLACE, decode_attention, write_new
 from inferlib.ops.decode_attention import choose as choose_decode
 from inferlib.ops.int4_cells import decoded_keys
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
 
@@ -269,7 +270,7 @@ def _selection(
         if unsupported(pages.shape[1] * each) is None:
             kernel = partial(select_blocks, size=size, count=count)
             inputs = q.reshape(-1, *q.shape[2:]), summaries, jnp.repeat(pages, queries, axis=0), lengths.reshape(-1)
-            return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
+            return run_kernel(kernel, *inputs)
     of_row = summaries.at[pages if cache.layer is None else (cache.layer, pages)].get(mode="clip")
     bounds = upper_bounds(q, of_row.reshape(rows, -1, *of_row.shape[3:]))
     lengths = jnp.broadcast_to(lengths[..., None], (rows, queries, heads))
