@@ -22,7 +22,7 @@ BRANCHES_ARE_CHEAP = ("cpu", "tpu")  # platforms; GPUs wait for the host at each
 
 @dataclass(frozen=True)
 class ProgramContext:
-    """drafter: a model that drafts, whose weights and cache lie behind the model's."""
+    """What `build` gets. drafter: a model that drafts, whose weights and cache lie behind the model's."""
 
     model: AbstractModel
     plan: CachePlan

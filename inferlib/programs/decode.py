@@ -6,8 +6,7 @@ Shapes: B rows; K tokens that a row may generate; C tokens of a row in a step, 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +17,10 @@ from inferlib.attention_values import SharedPrefixes
 from inferlib.models.depthwise import Stages
 from inferlib.ops.residual_norm import Mailboxes
 from inferlib.programs.arguments import Control, StepOutput, unpack_prefixes
-from inferlib.programs.context import ProgramContext
 from inferlib.programs.depthwise import TRIPS_WITHOUT_HOST, DepthwiseDecoding, Quorum
-from inferlib.programs.drafting import Drafting
-from inferlib.programs.forward_pass import Arrays, ForwardPass, rows_batch
-from inferlib.programs.next_tokens import NextTokens
+from inferlib.programs.forward_pass import Arrays, rows_batch
 from inferlib.programs.row_state import RowState
+from inferlib.programs.step_parts import StepParts
 from inferlib.programs.verification import Tally, accepted, gathered
 from inferlib.speculation.settings import Speculation
 
@@ -41,21 +38,8 @@ class Step(NamedTuple):
 Stepped = tuple[Arrays, RowState, Mailboxes | None, Step]  # the cache, the rows, the mailboxes, and what a step yields
 
 
-@dataclass(frozen=True)
-class Decode:
-    program: ProgramContext
-
-    @cached_property
-    def forward_pass(self) -> ForwardPass:
-        return ForwardPass(self.program)
-
-    @cached_property
-    def drafting(self) -> Drafting:
-        return Drafting(self.program, self.forward_pass)
-
-    @cached_property
-    def next_tokens(self) -> NextTokens:
-        return NextTokens(self.program)
+class Decode(StepParts):
+    """`decode` is a whole program; the other methods are parts of it."""
 
     def decode(
         self,

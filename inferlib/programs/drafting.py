@@ -24,6 +24,8 @@ from inferlib.speculation.settings import Speculation
 
 @dataclass(frozen=True)
 class Drafting:
+    """What drafts for the rows, and what a model that drafts reads beside the model."""
+
     program: ProgramContext
     forward_pass: ForwardPass
 

@@ -65,6 +65,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
+    """Passes of the model of a program, and its caches."""
+
     program: ProgramContext
 
     def __call__(

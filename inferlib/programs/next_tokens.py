@@ -24,6 +24,8 @@ from inferlib.sampling.sampler import Sampled, count_tokens, follow_bad_words, i
 
 @dataclass(frozen=True)
 class NextTokens:
+    """How rows of a program get their tokens."""
+
     program: ProgramContext
 
     def advance(self, rows: RowState, logits: jax.Array, mask: jax.Array | None = None) -> tuple[RowState, Sampled]:

@@ -5,23 +5,19 @@ Shapes: P chunks of C tokens; B decode rows, each of C tokens if it has drafts; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import jax
 import jax.numpy as jnp
 
 from inferlib.models.batch import StepBatch, last_of_chunks
 from inferlib.programs.arguments import ChunkInput, ChunkTable, Control, Logits, Masks, StepOutput
-from inferlib.programs.context import ProgramContext
-from inferlib.programs.drafting import Drafting
-from inferlib.programs.forward_pass import Arrays, ForwardPass, Pass, rows_batch
-from inferlib.programs.next_tokens import NextTokens
+from inferlib.programs.forward_pass import Arrays, Pass, rows_batch
 from inferlib.programs.row_state import RowState
+from inferlib.programs.step_parts import StepParts
 from inferlib.programs.unsettled import Inputs, of_device, on_device
 from inferlib.programs.verification import verification_batch
 from inferlib.sampling.sampler import Sampled, score
 from inferlib.sharding import axes
+from inferlib.sharding.stripe import Stripe
 
 Outcome = tuple[Arrays, RowState, StepOutput]  # the cache, the state and the output of a program
 
@@ -30,21 +26,8 @@ def no_tokens() -> jax.Array:
     return jnp.zeros((1, 0), jnp.int32)
 
 
-@dataclass(frozen=True)
-class Prefill:
-    program: ProgramContext
-
-    @cached_property
-    def forward_pass(self) -> ForwardPass:
-        return ForwardPass(self.program)
-
-    @cached_property
-    def drafting(self) -> Drafting:
-        return Drafting(self.program, self.forward_pass)
-
-    @cached_property
-    def next_tokens(self) -> NextTokens:
-        return NextTokens(self.program)
+class Prefill(StepParts):
+    """`step` is a whole program. Its two parts are `forward` or `forward_drafts`, and `choose` or `choose_settling`."""
 
     def step(self, weights: Arrays, cache: Arrays, state: RowState, packed: jax.Array, chunk: ChunkInput) -> Outcome:
         """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
@@ -64,6 +47,7 @@ class Prefill:
         return self.forward_chunks(weights, cache, state, rows, chunk)
 
     def forward_rows(self, weights: Arrays, cache: Arrays, state: RowState, rows: RowState) -> Outcome:
+        """`forward` of decode rows alone."""
         output = StepOutput(no_tokens())
         ran, logits = self.forward_pass.row_logits(weights, cache, rows, self.forward_pass.mailboxes())
         cache, state = self.drafting.follow(weights, ran, state, rows_batch(rows), None)
@@ -73,6 +57,7 @@ class Prefill:
     def forward_chunks(
         self, weights: Arrays, cache: Arrays, state: RowState, rows: RowState, chunk: ChunkInput
     ) -> Outcome:
+        """`forward` of chunks and rows. A program that embeds ends with hidden states instead of logits."""
         key, shards, output = self.program.key, self.program.config.shards, StepOutput(no_tokens())
         table = chunk.unpack()
         state = state.started(table.row, table.first != 0)
@@ -93,20 +78,19 @@ class Prefill:
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
         depths = self.forward_pass.depths(ran, tokens.shape, table.length)
         output = output._replace(load=ran.load, core=ran.core, logits=parts, **depths)
-        return cache, state, output._replace(detail=self.detail(ran, chunk, table, tokens.shape))
+        return cache, state, output._replace(detail=self.detail(ran, chunk, table, stripe))
 
-    def detail(
-        self, ran: Pass, chunk: ChunkInput, table: ChunkTable, shape: tuple[int, ...]
-    ) -> Sampled | jax.Array | None:
-        """What is asked for of every token of the chunks, if anything is. shape: of this device's tokens."""
-        key, split = self.program.key, shape[0] * shape[1]
+    def detail(self, ran: Pass, chunk: ChunkInput, table: ChunkTable, stripe: Stripe) -> Sampled | jax.Array | None:
+        """What is asked for of every token of the chunks, if anything is; `StepOutput.detail`. stripe: this device's
+        part of a chunk's tokens."""
+        key, width = self.program.key, self.program.key.chunk // self.program.config.shards.size(axes.TOKENS)
         if not key.detail:
             return None
-        every = self.forward_pass.logits(ran.decoder, ran.hidden[:split])
+        every = self.forward_pass.logits(ran.decoder, ran.hidden[: key.chunks * width])
         if key.detail == "logprobs":
-            following = self.program.config.shards.stripe(axes.TOKENS).take(chunk.following(table), dim=1)
+            following = stripe.take(chunk.following(table), dim=1)
             every = score(every, jnp.maximum(following, 0).reshape(-1), self.program.vocabulary)
-        return jax.tree.map(lambda x: x.reshape(*shape, 1, *x.shape[1:]), every)
+        return jax.tree.map(lambda x: x.reshape(key.chunks, width, 1, *x.shape[1:]), every)
 
     def forward_drafts(
         self, weights: Arrays, cache: Arrays, state: RowState, packed: jax.Array, drafts: jax.Array
