@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
+from inferlib.calibration.compiled import compiled
 from inferlib.calibration.layer_weights import Weights
 from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel
@@ -191,7 +191,7 @@ def _context(tokens: jax.Array, static: _Static) -> StepContext:
     return StepContext(StepBatch.of_chunks(tokens, rows, jnp.zeros_like(rows)), static.config, static.width)
 
 
-@partial(jax.jit, static_argnames=("model", "static"))
+@compiled(static_argnames=("model", "static"))
 def _begin(model: AbstractModel, weights: dict[str, Any], tokens: jax.Array, static: _Static):
     """The residual before the first layer and inputs of layers, and the sums over the inputs of observed weights."""
 
@@ -203,7 +203,7 @@ def _begin(model: AbstractModel, weights: dict[str, Any], tokens: jax.Array, sta
     return _shared(local, weights, tokens, static)
 
 
-@partial(jax.jit, static_argnames=("model", "static"))
+@compiled(static_argnames=("model", "static"))
 def _end(model: AbstractModel, weights: dict[str, Any], residual: Residual, tokens: jax.Array, static: _Static):
     """The logits, and the sums over the inputs of observed weights."""
 
@@ -226,7 +226,7 @@ def _decoder(model: AbstractModel, weights: dict[str, Any]):
     return model.merge(arrays)
 
 
-@partial(jax.jit, static_argnames=("graph", "static"))
+@compiled(static_argnames=("graph", "static"))
 def _layer(graph: nnx.GraphDef, state, dealt: Any, static: _Static):
     """The residual after a layer and its cache if it lends it, and the sums over the inputs of observed weights.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.calibration.compiled import compiled
 from inferlib.calibration.rounding import Rounded, Rounding, round_matrix
 from inferlib.ops.low_rank import DTYPE
 from inferlib.ops.quantized import Scheme
@@ -56,7 +57,7 @@ def round_with_branch(
     return best[1:]
 
 
-@partial(jax.jit, static_argnames="rank")
+@compiled(static_argnames="rank")
 def fit(error: jax.Array, h: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
     """The factors whose product is closest to an error [I, O] by H, in the type in which they are stored.
 

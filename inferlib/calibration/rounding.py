@@ -7,7 +7,6 @@ outputs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 import scipy.linalg
 from jax import lax
 
+from inferlib.calibration.compiled import compiled
 from inferlib.calibration.coordinate_descent import descend
 from inferlib.ops.quantized import Scheme, exponent_code, largest_value, quantize, round_scales, round_values
 
@@ -47,7 +47,7 @@ def round_matrix(w: jax.Array, h: jax.Array, scheme: Scheme, group: int, roundin
     return _round_by_gptq(w, h, order, factor, scheme, group)
 
 
-@partial(jax.jit, static_argnames=("scheme", "group", "rounding"))
+@compiled(static_argnames=("scheme", "group", "rounding"))
 def _round(w: jax.Array, h: jax.Array, scheme: Scheme, group: int, rounding: Rounding) -> Rounded:
     nearest = to_nearest(w, scheme, group)
     if rounding == "nearest":
@@ -57,7 +57,7 @@ def _round(w: jax.Array, h: jax.Array, scheme: Scheme, group: int, rounding: Rou
     return _better(w, h, (round_to(w, scales, scheme), scales), nearest)
 
 
-@partial(jax.jit, static_argnames=("scheme", "group"))
+@compiled(static_argnames=("scheme", "group"))
 def _round_by_gptq(
     w: jax.Array, h: jax.Array, order: jax.Array, factor: jax.Array, scheme: Scheme, group: int
 ) -> Rounded:

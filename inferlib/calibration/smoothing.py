@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.calibration.compiled import compiled
 from inferlib.calibration.layer_weights import LayerParts, Weights, values_of
 from inferlib.calibration.matrices import MatrixForm
 from inferlib.calibration.rounding import losses, round_to, search_scales
@@ -177,7 +177,7 @@ def _powers(mean: jax.Array, exponent: float) -> jax.Array:
     return factors / jnp.sqrt(jnp.max(factors) * jnp.min(factors))
 
 
-@partial(jax.jit, static_argnames=("scheme", "group"))
+@compiled(static_argnames=("scheme", "group"))
 def _loss(w: jax.Array, h: jax.Array, factors: jax.Array, scheme: Scheme, group: int) -> jax.Array:
     """tr(D^T H D) of a matrix that is rounded times factors."""
     scaled, h = w * factors[:, None], h / factors[:, None] / factors
