@@ -12,17 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from inferlib.checkpoint.eagle3 import head_config, new_head, save_head
 from inferlib.distillation.chains import ChainScore, score
-from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import Data, prepare
-from inferlib.distillation.record import Record, plot
+from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_run
+from inferlib.distillation.record import plot
 from inferlib.distillation.settings import DistillSettings
-from inferlib.distillation.training import CHAIN, Metrics, Passes, Target, TrainingTimeTest, cast
+from inferlib.distillation.training import CHAIN, Passes, Target, TrainingTimeTest, cast
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.eagle3 import abstract_head
@@ -30,7 +29,6 @@ from inferlib.option_checks import ConfigurationError, checked_output, checked_p
 from inferlib.platforms import prepare_jax
 
 _TESTED_AT_ONCE = 8  # rows
-_DATA = "data"  # the mesh axis
 
 
 def distill_eagle3(
@@ -71,11 +69,7 @@ def open_run(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigurationError(f"dtype must be float32 or bfloat16, got {dtype!r:.100}")
-    devices = jax.device_count() if settings.devices is None else settings.devices
-    if devices > jax.device_count():
-        raise ConfigurationError(f"{devices} devices are asked for, and there are {jax.device_count()}")
-    if settings.batch % devices:
-        raise ConfigurationError(f"a batch of {settings.batch} rows does not divide over {devices} devices")
+    check_devices(settings)
     texts, out = checked_path("data", texts), checked_output("out", out)
     files, folder = ModelFiles.open(model, revision, progress=progress), out / "training"
     if settings.length > files.config.context:
@@ -85,7 +79,7 @@ def open_run(
     hf = new_head(files.config, settings.drafted(files.config.vocab))
     head_config(hf, files.config)  # raises for a model that no head fits
     options = {"model": str(model), "revision": revision, "texts": str(texts), "dtype": dtype, **settings.deciding()}
-    _check_run(out, folder / "settings.json", options)
+    check_run(out, folder / "settings.json", options)
     if (prepared := folder / "data.npz").exists():
         data = Data.load(prepared)
     else:
@@ -94,20 +88,6 @@ def open_run(
         (folder / "settings.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         data.save(prepared)
     return Run(files, hf, data, settings, out, dtype, progress)
-
-
-def _check_run(out: Path, file: Path, options: dict[str, Any]) -> None:
-    """Raise ConfigurationError if `out` has something else than a run with these options. file: its settings."""
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if odd := [name for name in options if before.get(name) != options[name]]:
-            raise ConfigurationError(
-                f"{out} has a run with {odd[0]} {before.get(odd[0])!r}, not {options[odd[0]]!r}: give it the same "
-                "options, or another directory"
-            )
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigurationError(f"{out} is not empty and has no run to go on with: give another directory")
 
 
 @dataclass(frozen=True)
@@ -124,51 +104,24 @@ class Run:
 
     def complete(self) -> ChainScore:
         """Train to the last step, from the last checkpoint on, and measure."""
-        with Checkpoints(self.folder / "checkpoints") as checkpoints:
-            state, begin = checkpoints.newest(self.first_state())
-
-            def keep(step: int, state: Any) -> None:
-                checkpoints.save(step, state)
-                self.save(state)
-
-            log = self.folder / "log.jsonl"
-            with Record(log, self.settings.steps, begin, show=self.progress) as record:
-                state = self.train(state, begin, record, keep)
-        plot(record.entries, self.folder / "loss.png")
+        settings = self.settings
+        state, entries = self.loop.run(
+            self.first_state(),
+            lambda state, rows: self.step(state, self.target_weights, rows),
+            lambda number: self.data.batch(number, settings.batch, settings.seed),
+            self.save,
+        )
+        plot(entries, self.folder / "loss.png")
         result = self.measure(state["weights"])
         summary = {"tokens_a_verification": result.tokens, "acceptance": result.acceptance, **result._asdict()}
         (self.folder / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return result
 
-    def train(self, state: Any, begin: int, record: Record, keep: Callable[[int, Any], None]) -> Any:
-        """The state after the last step. The host waits for metrics of steps that the devices are done with only."""
-        settings, waiting = self.settings, []
-        for number in range(begin, settings.steps):
-            batch = jax.device_put(self.data.batch(number, settings.batch, settings.seed), self.split)
-            state, metrics = self.step(state, self.target_weights, batch)
-            waiting.append(metrics)
-            done = number + 1
-            if len(waiting) > settings.log_every:
-                self.log(record, done - 1, begin, waiting[:-1])
-                waiting = waiting[-1:]
-            if done % settings.save_every == 0 or done == settings.steps:
-                self.log(record, done, begin, waiting)
-                waiting = []
-                keep(done, state)
-        return state
-
-    def log(self, record: Record, step: int, begin: int, metrics: Sequence[Metrics]) -> None:
-        """Add the mean metrics of steps up to `step`."""
-        if metrics:
-            every = jax.device_get(metrics)
-            loss, agreeing, standing = (np.mean([getattr(m, name) for m in every], axis=0) for name in Metrics._fields)
-            tokens = (step - begin) * self.settings.batch * self.settings.length
-            record.add(step, tokens, loss=float(loss), agreeing=agreeing.tolist(), standing=float(standing))
-
-    def save(self, state: Any) -> None:
+    def save(self, state: Any) -> dict[str, Any]:
         """Write the head, in the dtype of products."""
         hf = {**self.hf, "torch_dtype": self.dtype}
         save_head(self.out, hf, self.passes.head, cast(self.whole(state["weights"]), self.passes.head.model.dtype))
+        return {}
 
     # ---- what is trained, and on what
 
@@ -177,18 +130,8 @@ class Run:
         return self.out / "training"
 
     @cached_property
-    def mesh(self) -> Mesh:
-        return Mesh(np.array(jax.devices()[: self.settings.devices]), (_DATA,))
-
-    @property
-    def split(self) -> NamedSharding:
-        """Rows, split over the devices."""
-        return NamedSharding(self.mesh, PartitionSpec(_DATA))
-
-    @property
-    def everywhere(self) -> NamedSharding:
-        """An array that each device has."""
-        return NamedSharding(self.mesh, PartitionSpec())
+    def loop(self) -> TrainingLoop:
+        return TrainingLoop(self.settings, self.folder, "distilling", self.progress)
 
     @cached_property
     def target(self) -> Target:
@@ -206,15 +149,7 @@ class Run:
 
     @cached_property
     def target_weights(self) -> tuple[jax.Array, ...]:
-        return jax.device_put(self.files.load(self.target.model, progress=self.progress), self.everywhere)
-
-    @cached_property
-    def optimizer(self) -> optax.GradientTransformation:
-        settings, warmup = self.settings, min(self.settings.warmup, self.settings.steps // 2)
-        rate = optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, settings.steps, settings.lr / 10)
-        return optax.chain(
-            optax.clip_by_global_norm(settings.clip), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.01)
-        )
+        return jax.device_put(self.files.load(self.target.model, progress=self.progress), self.loop.everywhere)
 
     def whole(self, trained: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """All weights of the head, from those that are trained: all but `d2t`. Traceable."""
@@ -238,8 +173,7 @@ class Run:
             if self.files.config.norm == norm:
                 values["final_norm"] = jnp.array(decoder.final_norm.weight[...], jnp.float32)  # a copy
         del values["d2t"]
-        weights = jax.device_put(tuple(values.values()), self.everywhere)
-        return {"weights": weights, "optimizer": jax.device_put(self.optimizer.init(weights), self.everywhere)}
+        return self.loop.first_state(tuple(values.values()))
 
     @cached_property
     def step(self) -> Callable:
@@ -251,13 +185,12 @@ class Run:
             outputs = self.target.outputs(target_weights, tokens, ids)
             embeddings = self.target.embeddings(target_weights, tokens)
             loss = lambda trained: test.loss(self.whole(trained), outputs, embeddings)  # noqa: E731
-            gradients, metrics = lax.pmean(jax.grad(loss, has_aux=True)(state["weights"]), _DATA)
-            updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["weights"])
-            return {"weights": optax.apply_updates(state["weights"], updates), "optimizer": optimizer}, metrics
+            gradients, metrics = lax.pmean(jax.grad(loss, has_aux=True)(state["weights"]), DATA)
+            return self.loop.updated(state, gradients), metrics
 
-        whole, rows = PartitionSpec(), PartitionSpec(_DATA)
+        whole, rows = PartitionSpec(), PartitionSpec(DATA)
         step = jax.shard_map(
-            local, mesh=self.mesh, in_specs=(whole, whole, rows), out_specs=(whole, whole), check_vma=False
+            local, mesh=self.loop.mesh, in_specs=(whole, whole, rows), out_specs=(whole, whole), check_vma=False
         )
         return jax.jit(step, donate_argnums=0)
 

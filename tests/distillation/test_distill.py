@@ -116,7 +116,7 @@ def test_the_step_compiles_once(model, texts, whole):
     run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
     state = run.first_state()
     for number in range(3):
-        state, _ = run.step(state, run.target_weights, jax.device_put(run.data.batch(number, 8, 0), run.split))
+        state, _ = run.step(state, run.target_weights, jax.device_put(run.data.batch(number, 8, 0), run.loop.split))
     assert run.step._cache_size() == 1
 
 
