@@ -54,7 +54,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("async_llm", "calibration", "deploy", "distillation", "doctor", "evaluation", "llm"),
+    ("async_llm", "calibration", "deploy", "distillation", "doctor", "evaluation", "finetuning", "llm"),
     ("bench", "serving"),
     ("cli", "cluster"),
 )

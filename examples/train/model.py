@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from inferlib.distillation.training import cast
+from inferlib.finetuning.whole_rows import RowAttend, row_kernel
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.decoder import Decoder
@@ -120,8 +120,8 @@ def _first(weight: WeightSpec, drawn: jax.Array) -> jax.Array:
 class RowAttention:
     """Causal attention of B whole rows with the projections of a layer. kernel: of `jax.nn.dot_product_attention`."""
 
-    def __init__(self, layer: Attention, rows: int, kernel: Any):
-        self.layer, self.rows, self.kernel = layer, rows, kernel
+    def __init__(self, layer: Attention, rows: int, kernel: str):
+        self.layer, self.attend = layer, RowAttend(rows, layer.spec.scale, kernel)
         self.qkv, self.o, self.finished = layer.qkv, layer.o, layer.finished
 
     def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
@@ -133,24 +133,12 @@ class RowAttention:
         """What the output projection takes, [B T, K, G, h]."""
         return self.attend(*self.layer.project(x, ctx), cache, ctx)
 
-    def attend(
-        self, q: jax.Array, new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext
-    ) -> tuple[jax.Array, LayerCache]:
-        """The attention of queries [B T, K, G, h] to keys and values [B T, K, h] each."""
-        queries, keys, values = (y.reshape(self.rows, len(q) // self.rows, -1, q.shape[-1]) for y in (q, *new))
-        scale = self.layer.spec.scale
-        out = jax.nn.dot_product_attention(
-            queries, keys, values, scale=scale, is_causal=True, implementation=self.kernel
-        )
-        return out.reshape(q.shape), cache
-
 
 def decoder_of(model: AbstractModel, weights: Sequence[jax.Array], rows: int) -> Decoder:
     """The decoder, its attention that of whole rows. Traceable."""
-    decoder = model.merge(weights)
-    flash = jax.default_backend() == "gpu" and model.dtype == jnp.bfloat16
+    decoder, kernel = model.merge(weights), row_kernel(model.dtype)
     for block in decoder.blocks:
-        block.attn = RowAttention(block.attn, rows, "cudnn" if flash else "xla")
+        block.attn = RowAttention(block.attn, rows, kernel)
     return decoder
 
 

@@ -1,5 +1,5 @@
 """The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `quantize`,
-`key-bases`, `export`, `eval`, `distill`, `plan`, `place`, `targets`, `tune`, `doctor`.
+`key-bases`, `export`, `eval`, `distill`, `finetune`, `plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -20,6 +20,7 @@ from inferlib.cli.doctor import doctor
 from inferlib.cli.embed import embed
 from inferlib.cli.eval import evaluate
 from inferlib.cli.export import export
+from inferlib.cli.finetune import finetune
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.key_bases import key_bases
@@ -78,6 +79,7 @@ app.command()(key_bases)
 app.command()(export)
 app.command("eval")(evaluate)
 app.command()(distill)
+app.command()(finetune)
 app.command()(plan)
 app.command()(place)
 app.command()(targets)

@@ -15,6 +15,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.fake_quantized import FakeQuantizedWeight
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.observed import ObservedWeight
@@ -53,7 +54,7 @@ class FusableNorm:
 
 
 Activations = jax.Array | FusableNorm | DeferredNorm
-Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight | LowRankWeight
+Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight | FakeQuantizedWeight | LowRankWeight
 
 
 def whole(x: Activations) -> jax.Array:
@@ -185,6 +186,10 @@ def _observed(x: Activations, w: ObservedWeight, product: Product) -> jax.Array:
     return product.activated(_dense(whole(x), w.values, product, transposed=False))
 
 
+def _fake_quantized(x: Activations, w: FakeQuantizedWeight, product: Product) -> jax.Array:
+    return product.activated(_dense(w.inputs(whole(x)), w.values, product, transposed=False))
+
+
 def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
     """The sum of both branches; an activation comes after it."""
     x, base = w.parted(whole(x))
@@ -252,6 +257,7 @@ _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     PackedTensor: _packed,
     RingWeight: _with_ring,
     ObservedWeight: _observed,
+    FakeQuantizedWeight: _fake_quantized,
     LowRankWeight: _low_rank,
 }
 

@@ -100,6 +100,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "out": str(folder / "head"),
             "length": "32",
         },
+        "finetune": {"model": quantized, "out": str(folder / "trained"), "data": str(texts), "length": "32"},
         "plan": {"config": "smollm2-135m", "target": "v5e-1"},
         "place": {"load": str(load), "out": str(folder / "placed"), "devices": "2"},
         "targets": {},

@@ -1,0 +1,68 @@
+"""`inferlib finetune`: train the weights of a quantised model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+from rich.console import Console
+
+from inferlib.cli.arguments import grouped
+from inferlib.cli.output import user_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneArguments:
+    """Fields of `TrainingSettings`."""
+
+    panel: ClassVar = "Training"
+
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1200
+    batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 32
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512
+    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
+    warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100
+    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Of the rows' order.")] = 0
+    devices: Annotated[int | None, typer.Option(help="So many share each batch; by default all.")] = None
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 20
+
+
+@grouped
+def finetune(
+    model: Annotated[str, typer.Argument(help="Directory that inferlib quantize wrote.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory to write; if it has a run with the same options, that goes on.", show_default=False
+        ),
+    ],
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(help='JSON lines with a "text" each, and maybe "split": "held_out".', show_default=False),
+    ],
+    teacher: Annotated[
+        str | None, typer.Option(help="The original, which the model learns from; by default it learns the texts.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16, of products; by default float32 on CPU, else bfloat16.")
+    ] = None,
+    training: FinetuneArguments,
+) -> None:
+    """Train a quantised model's weights with their rounding, so that what it lost comes back."""
+    with user_errors():
+        from inferlib.distillation.settings import TrainingSettings
+        from inferlib.finetuning.finetune import finetune as train
+        from inferlib.progress import on_terminal
+
+        settings = TrainingSettings(**vars(training))
+        result = train(model, data, out, settings, teacher=teacher, dtype=dtype, progress=on_terminal())
+    what = (
+        "cross entropy with held-out texts" if teacher is None else "KL divergence from the teacher on held-out texts"
+    )
+    text = f"{out}: {what} {result.before:.4f} -> {result.after:.4f}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)

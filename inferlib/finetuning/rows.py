@@ -1,0 +1,43 @@
+"""What a run learns from and is measured on, prepared once and kept beside its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from inferlib.distillation.texts import read_texts, rows_of, tokens_of
+from inferlib.option_checks import ConfigurationError
+from inferlib.tokenizer import Tokenizer
+
+_TESTED = 64  # rows that are held out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens, int32: training [n, T] to learn from, testing [k, T] that are held out."""
+
+    training: np.ndarray
+    testing: np.ndarray
+
+    @staticmethod
+    def prepared(folder: Path, tokenizer: Tokenizer, texts: Path, length: int) -> Rows:
+        """Those of a run that was interrupted, or of the texts. Raises ConfigurationError if these are too few."""
+        if (file := folder / "rows.npz").exists():
+            with np.load(file) as arrays:
+                return Rows(arrays["training"], arrays["testing"])
+        read = read_texts(texts)
+        training, testing = (rows_of(tokens_of(part, tokenizer), length) for part in (read.training, read.testing))
+        for what, part in (("train on", training), ("measure with", testing)):
+            if not len(part):
+                raise ConfigurationError(
+                    f"{texts} has less than {length} tokens to {what}: give more, or a smaller --length"
+                )
+        spread = np.linspace(0, len(testing) - 1, min(_TESTED, len(testing))).astype(int)
+        return Rows(training, testing[spread])
+
+    def save(self, folder: Path) -> None:
+        partial = folder / "partial.npz"
+        np.savez(partial, training=self.training, testing=self.testing)
+        partial.replace(folder / "rows.npz")

@@ -1,0 +1,230 @@
+"""`inferlib finetune` on tiny models: what is trained and written, resumed runs, several devices, wrong input."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib import LLM, TextSample, calibrate, evaluate
+from inferlib.checkpoint.laid_out import stored_model
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.distillation.record import Record, read_log
+from inferlib.distillation.settings import TrainingSettings
+from inferlib.finetuning.finetune import finetune, open_run
+from inferlib.finetuning.weights import QuantizedWeights, begin
+from inferlib.finetuning.whole_rows import hidden_states, take_row_attention
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import abstract_model
+from inferlib.option_checks import ConfigurationError
+from tests.helpers.cli_model import make_model
+from tests.helpers.oracle import make_checkpoint
+
+SMALL = dict(steps=6, batch=8, length=32, lr=1e-3, warmup=1, save_every=2, log_every=1, devices=1)
+
+
+def settings(**options) -> TrainingSettings:
+    return TrainingSettings(**{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def words() -> list[str]:
+    draw = random.Random(0)
+    return [" ".join(draw.choices(["alpha", "beta", "gamma", "delta"], k=40)) for _ in range(30)]
+
+
+@pytest.fixture(scope="module")
+def texts(words, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    splits = ["train"] * 26 + ["held_out"] * 4
+    lines = [{"text": text, "split": split} for text, split in zip(words, splits, strict=True)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def quantized(model, words, tmp_path_factory) -> Path:
+    """The model in MXFP4, rounded to nearest."""
+    out = tmp_path_factory.mktemp("quantized") / "mxfp4"
+    calibrate(model, out, data=TextSample(words, 256, 64), method="nearest", scheme="mxfp4", dtype="float32")
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(model, quantized, texts, tmp_path_factory) -> Path:
+    """The directory of a run that was not interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    finetune(quantized, texts, out, settings(), teacher=model)
+    return out
+
+
+def losses(out: Path) -> list[float]:
+    return [entry["loss"] for entry in read_log(out / "training" / "log.jsonl")]
+
+
+def arrays_of(directory: Path) -> list[np.ndarray]:
+    files = ModelFiles.open(directory)
+    stored = stored_model(files.config, "float32", files.quantization(None))
+    return [np.asarray(array) for array in files.load(stored)]
+
+
+# ---- what is trained and written
+
+
+def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, quantized, words, whole):
+    result = json.loads((whole / "training" / "result.json").read_text())
+    assert result["after"] < 0.85 * result["before"]
+    before, after = arrays_of(quantized), arrays_of(whole)
+    assert [(x.shape, x.dtype) for x in before] == [(x.shape, x.dtype) for x in after]
+    sample = TextSample(words[26:], 512, 32)
+    measured = evaluate(whole, sample, against=model, dtype="float32").divergence
+    assert measured is not None
+    assert measured.value == pytest.approx(result["after"], rel=0.1)  # other windows of the same texts
+    assert (whole / "training" / "loss.png").stat().st_size > 0
+    assert len(losses(whole)) == SMALL["steps"]
+    assert LLM(whole, max_len=32).generate("alpha")[0].outputs[0].token_ids
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(model, quantized, texts, whole, tmp_path, monkeypatch):
+    out, add = tmp_path / "out", Record.add
+
+    def stop(self, step, *args, **metrics):
+        if step == 5:
+            raise KeyboardInterrupt
+        add(self, step, *args, **metrics)
+
+    monkeypatch.setattr(Record, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(quantized, texts, out, settings(), teacher=model)
+    assert len(losses(out)) == 4
+    monkeypatch.setattr(Record, "add", add)
+    finetune(quantized, texts, out, settings(), teacher=model)
+    assert losses(out) == losses(whole)
+    for one, other in zip(arrays_of(out), arrays_of(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_a_teacher_the_texts_teach(quantized, texts, tmp_path):
+    result = finetune(quantized, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
+    assert result.after < 0.8 * result.before
+    assert "cross entropy" in (tmp_path / "out" / "training" / "result.json").read_text()
+
+
+def test_the_step_compiles_once(model, quantized, texts, whole):
+    run = open_run(quantized, texts, whole, settings(), teacher=model)
+    first, scales = run.first
+    state = run.loop.first_state(first)
+    for number in range(3):
+        rows = jax.device_put(run.rows.training[number : number + 8], run.loop.split)
+        state, _ = run.step(state, scales, run.teacher_weights, rows)
+    assert run.step._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
+    finetune(quantized, texts, tmp_path / "out", settings(devices=2), teacher=model)
+    np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [
+        ("int4_g32", "nearest"),
+        ("int8", "nearest"),
+        pytest.param("int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
+        pytest.param("fp8", "nearest", marks=pytest.mark.slow),
+    ],
+)
+def test_untrained_weights_are_stored_as_they_were(model, words, tmp_path, scheme, method):
+    """And multiply as the engine's do, rotations and branches included."""
+    calibrate(model, tmp_path / "q", data=TextSample(words, 256, 64), method=method, scheme=scheme, dtype="float32")
+    files = ModelFiles.open(tmp_path / "q")
+    stored = stored_model(files.config, "float32", files.quantization(None))
+    arrays = files.load(stored)
+    weights = QuantizedWeights(stored, abstract_model(files.config, "float32"))
+    trained, scales = begin(stored, arrays)
+    rounded = [x for w, t, s in zip(stored.weights, trained, scales, strict=True) for x in weights.rounded(w, t, s)]
+    for spec, one, other in zip(stored.specs, arrays, rounded, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=spec.name)
+    tokens = jnp.arange(64).reshape(2, 32)
+    _, expected = hidden_states(stored, arrays, tokens)
+    _, hidden = hidden_states(weights.dense, weights.multiplied(trained, scales), tokens)
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=2e-4 * float(jnp.abs(expected).max()))
+
+
+def test_attention_of_whole_rows_is_that_over_a_cache(model):
+    files = ModelFiles.open(model)
+    abstract = abstract_model(files.config, "float32")
+    arrays, tokens = files.load(abstract), jnp.arange(64).reshape(2, 32)
+    _, expected = hidden_states(abstract, arrays, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inferlib.finetuning.whole_rows.row_kernel", lambda dtype: "cudnn")
+        patch.setattr(
+            "inferlib.finetuning.whole_rows.take_row_attention",
+            lambda decoder, rows, kernel: take_row_attention(decoder, rows, "xla"),
+        )
+        decoder, hidden = hidden_states(abstract, arrays, tokens)
+    assert all("attend" in vars(block.attn) for block in decoder.blocks)
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-4)
+
+
+# ---- wrong input
+
+
+def test_what_cannot_be_trained_is_refused(model, quantized, texts, tmp_path):
+    with pytest.raises(CheckpointError, match="quantise the model first"):
+        finetune(model, texts, tmp_path / "out", settings())
+    with pytest.raises(ConfigurationError, match="exceeds the model's context"):
+        finetune(quantized, texts, tmp_path / "out", settings(length=512))
+    short = tmp_path / "few.jsonl"
+    short.write_text('{"text": "' + "a" * 600 + '", "split": "train"}\n{"text": "a", "split": "held_out"}\n')
+    with pytest.raises(ConfigurationError, match="less than 256 tokens to measure with"):
+        finetune(quantized, short, tmp_path / "out", settings(length=256))
+    with pytest.raises(ConfigurationError, match="dtype must be"):
+        finetune(quantized, texts, tmp_path / "out", settings(), dtype="float16")
+    with pytest.raises(ConfigurationError, match="does not divide over 3 devices"):
+        finetune(quantized, texts, tmp_path / "out", settings(devices=3))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_of_other_tokens_is_refused(quantized, texts, tmp_path):
+    teacher = make_checkpoint(tmp_path / "teacher", "llama", vocab_size=300)
+    with pytest.raises(ConfigurationError, match=r"has 300 tokens, and .* has 260"):
+        finetune(quantized, texts, tmp_path / "out", settings(), teacher=teacher)
+
+
+def test_other_options_need_another_directory(model, quantized, texts, whole):
+    with pytest.raises(ConfigurationError, match=r"has a run with lr 0\.001, not 0\.01"):
+        finetune(quantized, texts, whole, settings(lr=0.01), teacher=model)
+
+
+def test_experts_have_no_gradients(model, quantized, texts, tmp_path):
+    run = open_run(quantized, texts, tmp_path / "out", settings(), teacher=model)
+    experts = make_checkpoint(tmp_path / "experts", "qwen3_moe", vocab_size=260)
+    with pytest.raises(ConfigurationError, match="loops have no gradients"):
+        replace(run, teacher=None, files=_quantised_files(experts)).must_have_gradients()
+
+
+def _quantised_files(model: Path) -> ModelFiles:
+    from inferlib import convert
+
+    out = model.with_name("converted")
+    convert(model, out, dtype="float32", quantization="int8", progress=False)
+    return ModelFiles.open(out)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"lr": 0.0}, {"length": 8}, {"batch": 1.5}, {"devices": 0}])
+def test_settings_that_make_no_sense(options):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))} must be"):
+        TrainingSettings(**options)
