@@ -109,7 +109,7 @@ def decode(engine: Engine, args: argparse.Namespace, adapters: list[LoadedAdapte
 
 
 def time_loads(engine: Engine, reader: AdapterReader, folders: list[Path], args: argparse.Namespace) -> Table:
-    """Of each adapter, seconds from its directory to host memory, and from there to a slot of the devices."""
+    """Seconds from each adapter's directory to host memory, and from there to a slot of the devices."""
     assert engine.adapters is not None
     table = Table("adapter", "read, ms", "write, ms", "MB", title="loading and swapping")
     rest = engine.adapters.factors

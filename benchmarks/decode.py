@@ -126,7 +126,7 @@ def _noise(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 
 
 def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
-    """The same quantization of a model's experts alone."""
+    """The quantization for a model's experts alone."""
     others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
     return replace(quantization, unquantized=tuple(sorted(others)))
 

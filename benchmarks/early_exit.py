@@ -32,7 +32,7 @@ PROMPT = 32
 
 
 class Decoded(NamedTuple):
-    """Of passes that decode so many rows: how many steps of the core they run, and tokens/s."""
+    """What passes take that decode `rows` rows. run: steps of the core that they run; rate: tokens/s."""
 
     rows: int
     run: float

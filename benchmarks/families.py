@@ -48,7 +48,7 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
 
 
 def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """The same of models that transformers does not have, against the published arithmetic in torch."""
+    """The differences of models that transformers does not have, from the published arithmetic in torch."""
     from inferlib.models.families import family_of
     from tests.helpers.looped import CASES, looped_logits, make_looped
     from tests.models.test_parity import one_pass
@@ -64,7 +64,7 @@ def looped() -> dict[tuple[str, str], list[tuple[float, float]]]:
 
 
 def lanes() -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """The same of models with lanes."""
+    """The differences of models with lanes, from the published arithmetic in torch."""
     from inferlib.models.families.laneformer import LANEFORMER
     from tests.helpers.lanes import CASES, lane_logits, make_lanes
     from tests.models.test_parity import one_pass
@@ -78,7 +78,7 @@ def lanes() -> dict[tuple[str, str], list[tuple[float, float]]]:
 
 
 def searched() -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """The same of a Llama model of which a search took parts, against transformers with zeros in their place."""
+    """The differences of a Llama model of which a search took parts, from transformers with zeros in their place."""
     from inferlib.models.families.nemotron_nas import NEMOTRON_NAS
     from tests.helpers.oracle import reference_logits
     from tests.helpers.searched import make_searched

@@ -76,7 +76,7 @@ def grouped(batch: int, cache: int, normal: Callable[..., jax.Array]) -> tuple[l
 
 
 def latent(batch: int, cache: int, normal: Callable[..., jax.Array]) -> tuple[list[jax.Array], Callable]:
-    """The same of latents and rotary keys [B, 1, S, ...]."""
+    """Arrays and attention as above, for latents and rotary keys [B, 1, S, ...]."""
     q, rotary, lengths = normal(batch, 16, 512), normal(batch, 16, 64), jnp.full((batch,), cache, jnp.int32)
     new = NewCells([normal(batch, 1, 512), normal(batch, 1, 64)])
 

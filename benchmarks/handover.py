@@ -75,7 +75,7 @@ class Bench:
         return pauses, seconds
 
     def results(self, runs: int) -> dict[str, float]:
-        """Of some runs, the first of which is not counted."""
+        """The results of some runs, and one before them that is not counted."""
         self.pauses()
         before, handed = compilations(), self.engine.stats.handed_tokens
         measured = [self.pauses() for _ in range(runs)]

@@ -44,7 +44,7 @@ CASES = (
 
 
 def seconds(run: Callable, *inputs) -> float:
-    """Of one call of many that are sent at once."""
+    """Seconds of one call, where many are sent at once."""
     jax.block_until_ready(run(*inputs))
     times = []
     for _ in range(5):

@@ -240,7 +240,7 @@ def soak(llm: LLM, requests: int, sample: int, seed: int = 0) -> Report:
 
 
 def tiny_model(folder: Path) -> LLM:
-    """Of the tests: one layer, bytes as tokens, more requests and adapters than rows and places for them."""
+    """The tests' model: one layer, bytes as tokens, more requests and adapters than rows and places for them."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.helpers.adapters import write_for
     from tests.helpers.cli_model import make_model

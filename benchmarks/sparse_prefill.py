@@ -41,8 +41,11 @@ class Row(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Of chunks of one layer: positions [P, C], the share of the attention of each head that lists keep, [P, C, K, G],
-    and the share of the blocks that each tile lists [P, K, T]."""
+    """What lists do to the attention of one layer's chunks.
+
+    positions [P, C]; mass [P, C, K, G]: the share of each head's attention that lists keep; listed [P, K, T]: the share
+    of the blocks that each tile lists.
+    """
 
     positions: np.ndarray
     mass: np.ndarray

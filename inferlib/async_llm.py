@@ -72,7 +72,7 @@ class AsyncLLM:
         priority: float = 0,
         **options: Any,
     ) -> AsyncStream:
-        """The same for one conversation. options: those of `LLM.chat_prompt`."""
+        """Generate the answer to one conversation, as `generate` does. options: those of `LLM.chat_prompt`."""
         prompt = self.llm.chat_prompt(messages, **options)
         return self.generate(prompt, sampling_params, request_id, adapter=adapter, priority=priority)
 

@@ -68,7 +68,7 @@ class KvCache:
         return tuple(x for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None)
 
     def with_arrays(self, arrays: Sequence[jax.Array]) -> KvCache:
-        """The same cache with other contents, in the order of `arrays`."""
+        """This cache with other contents, in the order of `arrays`."""
         names = [name for name in ("k", "v", "k_scales", "v_scales") if getattr(self, name) is not None]
         return replace(self, **dict(zip(names, arrays, strict=True)))
 
@@ -172,7 +172,7 @@ class SharedPrefixes(NamedTuple):
     pages: jax.Array
 
     def cut(self, most: int) -> SharedPrefixes:
-        """The same in tiles of at most `most` rows, where that is fewer."""
+        """These prefixes in tiles of at most `most` rows, if they have more."""
         width = self.members.shape[1]
         part = math.gcd(width, 1 << (most.bit_length() - 1))
         return SharedPrefixes(self.members.reshape(-1, part), jnp.repeat(self.pages, width // part))

@@ -82,7 +82,7 @@ class PoolSize(NamedTuple):
     queries: int = 0
 
     def compacted(self, policy: CachePolicy | None, bound: int | None) -> PoolSize:
-        """With rows of at most so many cells, by a policy; None: rows are not compacted."""
+        """This pool with rows that a policy bounds to so many cells; None: rows are not compacted."""
         if policy is None or bound is None:
             return self
         return self._replace(bound=bound, massed=policy.counts_mass, queries=policy.queries)
@@ -342,9 +342,11 @@ class EngineConfig:
         return tuple(sorted(shapes, key=lambda s: (s[0] * s[1], s[1])))
 
     def detail_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Those (P, C) that prefill a prompt alone, whose log-probabilities or logits are asked for. With tiles they
-        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory
-        than the rest of a step."""
+        """The shapes (P, C) of steps for one prompt whose log-probabilities or logits are asked for.
+
+        With tiles these steps have at most 512 tokens, or one tile, or the fewest that there are: logits of every
+        position take far more memory than the rest of a step.
+        """
         if self.buckets.tile is None:
             return tuple((1, c) for c in self.buckets.prefill)
         shapes = self.buckets.tiles
@@ -402,7 +404,10 @@ class EngineConfig:
             )
 
     def as_options(self) -> EngineOptions:
-        """The same decisions, as a user gives them. Raises ConfigurationError if there is a mesh: see `parallel`."""
+        """The options by which a user asks for this configuration.
+
+        Raises ConfigurationError if there is a mesh, which the option `parallel` makes.
+        """
         if self.shards.mesh is not None:
             raise ConfigurationError("LLM makes the mesh: leave shards out of EngineConfig and give parallel='tp=...'")
         names = {field.name for field in fields(EngineOptions)} & {field.name for field in fields(self)}
@@ -682,7 +687,7 @@ class EngineOptions:
         )
 
     def _usual_steps(self, platform: str) -> int:
-        """Where rows are at different depths, no row that ends holds others up."""
+        """How many decode steps a dispatch has by default. Rows at different depths do not wait for each other."""
         return 8 if self.depthwise_batching else {"gpu": 4, "neuron": 1}.get(platform, 8)
 
     def _layers(

@@ -129,8 +129,10 @@ class ModelFiles:
         return ModelFiles(path, hf, config, source, tokenizer)
 
     def looped(self, steps: int | None = None, early_exit: bool | str | None = None) -> ModelFiles:
-        """The same with its core run `steps` times, and with or without early exits, where these are given. Raises
-        ConfigError for a model without one, or other values."""
+        """These files for a model that runs its core `steps` times, with or without early exits; None: as it was.
+
+        Raises ConfigError for a model without a core, or for other values.
+        """
         options = {LOOP_STEPS: steps, EARLY_EXIT: early_exit}
         options = {name: value for name, value in options.items() if value is not None}
         if not options:
@@ -148,8 +150,10 @@ class ModelFiles:
         return replace(self, hf=hf, config=config_from_hf(hf))
 
     def selecting(self, selection: PageSelection | None) -> ModelFiles:
-        """The same with what decode steps select pages by. Raises CheckpointError if that is not there, and ConfigError
-        for a model that can have none."""
+        """These files with the bases of keys that decode steps select pages by, if they select by bases.
+
+        Raises CheckpointError if there are no bases, and ConfigError for a model that can have none.
+        """
         if selection is None or not selection.by_bases:
             return self
         if isinstance(self.source, LaidOutWeights | QuantizedSource):
@@ -162,7 +166,7 @@ class ModelFiles:
         return replace(self, hf=hf, config=config_from_hf(hf), source=source)
 
     def merged(self, adapter: str | Path) -> ModelFiles:
-        """The same with an adapter merged into its weights: a directory that PEFT wrote. Raises CheckpointError."""
+        """These files with an adapter, a directory that PEFT wrote, merged into the weights. Raises CheckpointError."""
         opened = Adapter.open(adapter)
         if isinstance(self.source, LaidOutWeights | QuantizedSource):
             form = "converted" if isinstance(self.source, LaidOutWeights) else "quantised"

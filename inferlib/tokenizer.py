@@ -58,7 +58,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """From tokenizer.json and the configuration files beside it.
+        """The tokenizer of tokenizer.json and the configuration files beside it.
 
         Raises CheckpointError if tokenizer.json is missing or a file is damaged.
         """
@@ -87,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the key-value pairs of a GGUF file.
+        """The tokenizer of the key-value pairs of a GGUF file.
 
         Raises CheckpointError if keys are missing or the kind of tokenizer is not supported.
         """

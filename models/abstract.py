@@ -173,12 +173,12 @@ class AbstractModel:
 
     @cached_property
     def specs(self) -> tuple[ArraySpec, ...]:
-        """Of all arrays that programs take: those of the weights, then the factors of adapters."""
+        """The specs of all arrays that programs take: those of the weights, then the factors of adapters."""
         return self.base_specs + tuple(array for factor in self.factors for array in factor.arrays)
 
     @cached_property
     def base_specs(self) -> tuple[ArraySpec, ...]:
-        """Of the arrays of the weights."""
+        """The specs of the weights' arrays."""
         return tuple(array for weight in self.weights for array in weight.arrays)
 
     @cached_property

@@ -122,7 +122,7 @@ class StepContext:
 
     @cached_property
     def mlp_slots(self) -> jax.Array:
-        """The same of the tokens that the feed-forward takes."""
+        """The slots of the tokens that the feed-forward takes."""
         return self.shards.gather_for_mlp(self.slots)
 
     @cached_property

@@ -463,7 +463,7 @@ class LaneSpec:
         )
 
     def exchange(self, layer: int, layers: int) -> LaneExchange:
-        """That of a layer of a model of so many."""
+        """What layer `layer` of a model of `layers` layers exchanges."""
         early = layer < self.delay
         adds = ("now" if self.early_comm else "none") if early else "late" if self.comm else "none"
         return LaneExchange(adds, sends=self.comm and layer + self.delay < layers)

@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
         return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features, core)
 
     def kind_of_block(self, spec: LayerSpec) -> type[Block]:
-        """That of a layer."""
+        """The class of a layer's block."""
         return kind_of_block(spec, self.config)
 
     def build_final_norm(self, dtype) -> Norm:

@@ -14,8 +14,11 @@ from inferlib.models.config import ModelConfig
 
 
 class Depth(NamedTuple):
-    """Of one row. steps: how many it takes at most; 0: all of them. threshold: the bits, as an int32, of the float32 by
-    which its tokens leave earlier (see `inferlib.models.early_exit`); 0: they do not."""
+    """The depth of one row.
+
+    steps: how many it takes at most; 0: all of them. threshold: the bits, as an int32, of the float32 by which its
+    tokens leave earlier (see `inferlib.models.early_exit`); 0: they do not.
+    """
 
     steps: int
     threshold: int
@@ -71,6 +74,6 @@ class Depths:
         return jnp.where(depths > 0, jnp.minimum(depths, steps), steps)
 
     def thresholds_of(self, rows: jax.Array) -> jax.Array:
-        """Those of these rows, float32."""
+        """The thresholds of these rows, float32."""
         assert self.thresholds is not None
         return lax.bitcast_convert_type(jnp.take(self.thresholds, rows, mode="clip"), jnp.float32)

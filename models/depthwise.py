@@ -61,7 +61,7 @@ class Stages:
     core: Sequence[Block] | None = None
 
     def with_core(self, ctx: StepContext) -> Stages:
-        """The same parts, for steps of the core of such a context."""
+        """These stages, whose core runs steps of such a context."""
         return replace(self, core=self.decoder.loop.core_blocks(self._part(1)[1], ctx))
 
     @property
@@ -130,7 +130,7 @@ class Stages:
         return caches._replace(core=tuple(core))
 
     def rule(self, ctx: StepContext) -> Rule:
-        """By what tokens leave the core."""
+        """The rule by which tokens leave the core."""
         loop = self.decoder.loop
         return rule_of(loop.spec.early_exit, partial(loop.outputs, ctx=ctx), self.decoder.logits_in(ctx), ctx.shards)
 

@@ -146,7 +146,7 @@ class LateSums(NamedTuple):
 
     @staticmethod
     def none(lanes: jax.Array) -> LateSums:
-        """Of residuals [T, N, D] for which nothing arrives."""
+        """The late sums of residuals [T, N, D] for which nothing arrives."""
         nothing = jnp.zeros_like(lanes)
         return LateSums(*(Sums(nothing, nothing[:, 0]),) * 2)
 

@@ -239,7 +239,7 @@ def find_pages(table, row, blocks, per_page, kv_heads, live):
 
 
 def next_head(index, per_page):
-    """The same rows of the next KV head. The integers are exact, and skipped rows stay skipped."""
+    """The indices of these rows for the next KV head. The integers are exact, and skipped rows stay skipped."""
     step = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
     made = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=step, value=per_page)

@@ -318,7 +318,7 @@ def keep(dst, raw, limits, i, start, command):
 
 
 def keep_and_read(dst, raw, limits, start, command, greatest):
-    """The same of the only interval, and the greatest of all that was kept since the registers were reset."""
+    """Keep what is within the only interval, and read the greatest number kept since the registers were reset."""
     nisa.range_select(
         dst=dst,
         on_true_tile=raw,

@@ -138,13 +138,13 @@ class CellWriter:
             self.pending[buffer] = none
 
     def _place(self, row: jax.Array, cell: int, first: jax.Array) -> jax.Array:
-        """Where a row's new cell goes in a tile in which its first one is at `first`; -1 if it is not put."""
+        """The place of a row's new cell in a tile in which its first one is at `first`; -1 if it is not written."""
         if self.written is None or self.new == 1:  # `has` decides
             return first + cell
         return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
     def _first(self, buffer: jax.Array) -> jax.Array:
-        """Where the new cells of a buffer's row begin in the block; outside the block if they belong to another."""
+        """The place in the block at which the new cells of a buffer's row begin; outside it if they are elsewhere."""
         return self.stream.length(self.stream.owners[0, buffer]) - self.new - self.stream.owners[1, buffer]
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:

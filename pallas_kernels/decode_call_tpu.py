@@ -111,7 +111,7 @@ class Call:
 
     @property
     def slots(self) -> int:
-        """Of a page."""
+        """How many slots a page has."""
         return self.cache.k.shape[-2]
 
     @property

@@ -19,7 +19,7 @@ def room() -> int:
 
 
 def copy_on_chip(arrays: Sequence[jax.Array], *, interpret: bool = False) -> list[jax.Array]:
-    """The same arrays, on chip. All copies run at once.
+    """Copies of the arrays in on-chip memory. All copies run at once.
 
     XLA alone decides by its estimates which arrays a loop carries on chip. Results of a kernel that are to be there are
     not moved away as long as there is room.

@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a program."""
+        """How many tokens a program has."""
         return min(self.width, ROWS)
 
     @property
@@ -359,7 +359,7 @@ def _store(copies) -> None:
 
 
 def _heads(shape: Shape) -> list[tuple[int, Any, Any]]:
-    """Of this warpgroup's query heads: the number, that among those of the KV head, and the tokens of the chunk."""
+    """The query heads of this warpgroup: each one's number, its number in the KV head, and the chunk's tokens."""
     first = (lax.axis_index("share") * GROUPS + lax.axis_index("group")) * shape.heads
     tokens = pl.ds(lax.axis_index("part") * shape.tokens, shape.tokens)
     return [(i, first + i, tokens) for i in range(shape.heads)]

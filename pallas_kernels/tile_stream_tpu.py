@@ -177,7 +177,7 @@ class TileStream:
         return len(self.arrays[n].shape) == 5
 
     def _some(self, n: int, position: jax.Array | int, count: int) -> Any:
-        """Where an array, or its buffer, has `count` positions from `position` on, both multiples of a unit."""
+        """The slice of an array, or of its buffer, with `count` positions from `position` on: multiples of a unit."""
         fold = self.arrays[0].shape[3] // self.arrays[n].shape[3]
         return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
 

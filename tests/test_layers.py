@@ -236,3 +236,20 @@ def test_retired_names_are_not_defined():
     """Nor as a word of a name; a test's name is a sentence."""
     others = sorted(path for folder in ("tests", ".ci") for path in (ROOT / folder).rglob("*.py"))
     none_of((path, what) for path in [*SOURCES, *others] for what in retired(path))
+
+
+# Words by which a docstring would begin in the middle of a sentence, such as "Of the row, behind them."
+FRAGMENTS = ("Of ", "That ", "The same", "Those ")
+
+
+def fragments(path: Path) -> Iterator[str]:
+    """The docstrings of a file that begin in the middle of a sentence."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (*Function.__args__, ast.ClassDef, ast.Module)):
+            text = ast.get_docstring(node) or ""
+            if text.startswith(FRAGMENTS):
+                yield f"{text.splitlines()[0]!r} of {getattr(node, 'name', 'the module')}"
+
+
+def test_docstrings_begin_with_a_subject():
+    none_of((path, what) for path in SOURCES for what in fragments(path))

@@ -126,7 +126,7 @@ _Module = _messages()
 
 
 def small_ids(proto: bytes) -> bytes:
-    """The same module with its instructions and computations numbered from 1.
+    """A copy of the module whose instructions and computations are numbered from 1.
 
     Recent XLA puts the computation's number into the upper half of an instruction's. The older XLA in Neuron's tools
     refuses numbers of more than 31 bits.

@@ -42,7 +42,7 @@ class Check:
 
     @property
     def difference(self) -> float | None:
-        """By how much the compiler's seconds exceed the model's, as a share of the model's."""
+        """The compiler's seconds over the cost model's, less 1; None if there are none."""
         return None if self.seconds is None else self.seconds / self.time.seconds - 1.0
 
     def facts(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Report(Tables):
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last end."""
+        """The time from the first request to the end of the last answer."""
         if not self.measured:
             return 0.0
         return max(x.end for x in self.measured) - min(x.sent for x in self.measured)

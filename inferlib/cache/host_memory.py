@@ -55,8 +55,11 @@ def reachable(x: OnHost, device: Device) -> OnHost:
 
 
 def as_numpy(x: OnHost) -> np.ndarray:
-    """The same numbers as an array of NumPy. An array of JAX remembers the one that it made, so another one is asked
-    that has the same memory, lest the host has both for as long as the first one lives."""
+    """The numbers as an array of NumPy.
+
+    An array of JAX remembers the copy that it made for NumPy. So the copy is made by a second array on the same memory,
+    and the host does not hold both for as long as the first array lives.
+    """
     if isinstance(x, np.ndarray):
         return x
     return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x]))

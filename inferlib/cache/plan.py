@@ -282,7 +282,7 @@ class CachePlan:
         return tuple(of_one for block in self.every_block for of_one in block.of_rows)
 
     def part(self, arrays: Sequence[T], *, of_rows: bool) -> tuple[T, ...]:
-        """Of one for each of `arrays`, those of rows, or those of pages."""
+        """The items of rows, or the items of pages. arrays: an item for each array of the plan."""
         return tuple(x for x, of_one in zip(arrays, self.of_rows, strict=True) if of_one == of_rows)
 
     def with_part(self, arrays: Sequence[T], part: Sequence[T], *, of_rows: bool) -> tuple[T, ...]:
@@ -291,8 +291,10 @@ class CachePlan:
         return tuple(next(rest) if x == of_rows else old for old, x in zip(arrays, self.of_rows, strict=True))
 
     def with_snapshots(self, pool: PoolSize, shards: Shards = ONE_DEVICE) -> CachePlan:
-        """With as many snapshots as are asked for, if rows have rings or states that other rows could go on from; by
-        default see `_SNAPSHOTS`."""
+        """The plan with room for snapshots, if rows have rings or states that other rows could go on from.
+
+        There are as many as `pool` asks for; see `_SNAPSHOTS` for the default.
+        """
         if not any(self.of_rows) or self.bound is not None:
             return self
         rows, count = self.rows // shards.replicas, pool.snapshots
@@ -329,7 +331,7 @@ class CachePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of `arrays`, on all devices: without snapshots."""
+        """Bytes of `arrays` on all devices, without snapshots."""
         return sum(array.nbytes() for array in self.arrays)
 
     def allocate(self, shards: Shards = ONE_DEVICE) -> tuple[jax.Array, ...]:
@@ -512,7 +514,7 @@ class _Kind:
         return (*lead, heads.groups, self.queries, heads.queries * spec.cache_sizes[0])
 
     def directions_of(self, spec: AttentionSpec | MlaSpec) -> int:
-        """Of keys, by which a layer's blocks are selected; 0: by keys as they are."""
+        """How many directions of keys a layer's blocks are selected by; 0: blocks are selected by whole keys."""
         by_bases = self.selection is not None and self.selection.by_bases
         return spec.key_basis if by_bases and isinstance(spec, AttentionSpec) else 0
 

@@ -26,7 +26,7 @@ class Snapshot:
     nodes: list[Node] = field(default_factory=list, repr=False)
 
     def behind(self, tokens: int) -> int:
-        """Where a sequence goes on that has so many tokens in common with the row: 0 if nowhere."""
+        """The position from which a sequence goes on that has so many tokens in common with the row; 0 if none."""
         behind = min(tokens, self.last)
         return behind if behind >= self.first else 0
 
@@ -140,7 +140,7 @@ class Snapshots:
         return max(self.unit, -(-(ahead - self.slack) // self.unit) * self.unit)
 
     def use(self, snapshot: Snapshot) -> int:
-        """Where it is saved."""
+        """The number of a snapshot, which now counts as used last."""
         self._saved.move_to_end(snapshot)
         return snapshot.number
 

@@ -165,7 +165,7 @@ def _added(recorded: Recorded, sums: Recorded) -> Recorded:
 
 
 def devices_for(windows: int) -> int:
-    """As many devices as can share the windows equally; one on CPUs, whose devices are the same cores."""
+    """How many devices can share the windows equally; one on CPUs, whose devices are the same cores."""
     if jax.default_backend() == "cpu":
         return 1
     return max(n for n in range(1, jax.device_count() + 1) if windows % n == 0)

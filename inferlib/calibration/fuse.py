@@ -51,7 +51,7 @@ class FusionReport(Tables):
         return [table]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The report as JSON values."""
         return asdict(self) | {"out": str(self.out)}
 
 

@@ -54,7 +54,7 @@ class CalibrationReport(Tables):
         return [self._table(), *self._lines()]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The report as JSON values."""
         return asdict(self) | {"out": str(self.out)}
 
     def plot(self) -> Figure:

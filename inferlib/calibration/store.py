@@ -33,7 +33,7 @@ class Store:
 
     @property
     def reports(self) -> tuple[MatrixReport, ...]:
-        """Of the matrices of all layers that are done, in order."""
+        """The reports on matrices of the layers that are done, in order."""
         layers = sorted(self.record["layers"].items(), key=lambda entry: (entry[0] == _OUTSIDE, entry[0]))
         return tuple(MatrixReport(**matrix) for _, matrices in layers for matrix in matrices)
 

@@ -94,7 +94,7 @@ class Adapter:
         return np.float32(factors.scale) * (left[rows or slice(None)] @ right)
 
     def shape(self, factors: Factors) -> tuple[int, int]:
-        """Of the weight."""
+        """The shape of the weight that the factors change."""
         rows, columns = self.tensors.shape(factors.b)[0], self.tensors.shape(factors.a)[1]
         return (columns, rows) if factors.embedding or self.transposed else (rows, columns)
 

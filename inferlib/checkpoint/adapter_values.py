@@ -41,8 +41,11 @@ class AdapterValues:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the checkpoint is in a weight. number: of the weight among those that adapters change; None:
-    they do not change it. layer: in a stack; None: the weight has one layer. piece: which of the weight's pieces."""
+    """The place of a tensor of the checkpoint in a weight.
+
+    number: that of the weight among those that adapters change; None: they do not change it. layer: the layer in a
+    stack; None: the weight has one layer. piece: which of the weight's pieces the tensor is.
+    """
 
     item: LoadItem
     number: int | None
@@ -87,7 +90,7 @@ class AdapterReader:
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[_Place, ...]]:
-        """By the names of the checkpoint's tensors, where they are in weights."""
+        """The places of each tensor of the checkpoint, by its name."""
         numbers = {weight.name: number for number, (weight, _) in enumerate(self._adapted)}
         places: dict[str, tuple[_Place, ...]] = {}
         for item in load_items(self._family, self.model):

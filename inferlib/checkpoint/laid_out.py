@@ -215,7 +215,7 @@ def read_layer(directory: Path, weights: Sequence[WeightSpec]) -> dict[str, jax.
 
 
 def layer_folder(directory: Path, block: int | None) -> Path:
-    """Where `save_weights` writes a layer; None: what is outside the layers."""
+    """The folder that `save_weights` writes a layer to. block: None stands for what is outside the layers."""
     return directory.absolute() / _WEIGHTS / ("outside" if block is None else f"layer{block:04d}")
 
 

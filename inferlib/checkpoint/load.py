@@ -191,14 +191,16 @@ def load_item(
 def layer_places(
     weight: WeightSpec, shards: Shards, formats: Sequence[Format | NamedSharding | None], *, stacked: bool
 ) -> tuple[Format | NamedSharding | None, ...]:
-    """Where the arrays of one layer's weight are made: temporarily if they are stacked later, else where they stay."""
+    """The places where the arrays of one layer's weight are made: where they stay, unless they are stacked later."""
     places = [placement(shards, array.axes, array.shape) for array in weight.arrays]
     return tuple(place if stacked else format or place for place, format in zip(places, formats, strict=True))
 
 
 def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
-    """Where an array with these logical axes is stored. A dimension that does not divide over its mesh axis stays
-    whole, and the largest dimension that does is split instead."""
+    """The sharding by which an array with these logical axes is stored.
+
+    A dimension that does not divide over its mesh axis stays whole, and the largest dimension that does is split.
+    """
     sharding = shards.sharding(names)
     if sharding is None:
         return None

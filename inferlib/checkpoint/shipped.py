@@ -376,8 +376,10 @@ class QuantizedSource:
 def stored_readers(
     source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]
 ) -> tuple[Callable[[str, slice | None], np.ndarray], ...]:
-    """If a weight keeps the quantisation in which its tensors are stored, what reads their values, scales and, if there
-    are any, zero points; else nothing."""
+    """Functions that read the values, the scales and the zero points, if there are any, of stored tensors.
+
+    There are none for a weight that does not keep the quantisation in which its tensors are stored.
+    """
     if weight.scheme is None or not isinstance(source, QuantizedSource) or not source.holds(pieces[0].tensor):
         return ()
     return (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]

@@ -83,7 +83,7 @@ def quantize(
 
 
 def _checked(test_data: TextSample, model: str, revision: str | None) -> Path:
-    """Where the model is. Raises ConfigurationError for a test text that is too short, before long work."""
+    """The path of the model. Raises ConfigurationError for a test text that is too short, before long work."""
     from inferlib.model_files import ModelFiles
 
     files = ModelFiles.open(model, revision)

@@ -116,7 +116,7 @@ class BatchJob:
             raise ValueError(f"n={self.params.n}: a row has one answer; write a prompt into several rows")
 
     def map(self, prompts: ray.data.Dataset) -> ray.data.Dataset:
-        """The same rows with their answers, when they are read (see `Generator`)."""
+        """The rows of the dataset with their answers, which are made when they are read (see `Generator`)."""
         return prompts.map_batches(
             Generator,
             fn_constructor_args=(self.model, self.params, dict(self.options)),

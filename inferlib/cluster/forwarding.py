@@ -21,7 +21,7 @@ class ForwardedRequest:
     blocks: tuple[bytes, ...] = ()
 
     def scope(self) -> dict[str, Any]:
-        """As ASGI wants it."""
+        """The request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -39,7 +39,10 @@ class PrefixRouter(RequestRouter):
         self._table.add(_blocks(pending_request), _name(replica_id))
 
     def _open_requests(self, replica: RunningReplica) -> int:
-        """As known here; a replica that was not asked for a while counts as free, so Ray asks it."""
+        """How many requests of a replica are open, as far as this router knows.
+
+        A replica that was not asked for a while counts as free, so that Ray asks it.
+        """
         return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
 

@@ -107,8 +107,11 @@ def plan(
 
 
 def drafts_option(speculation: str | None, acceptance: float | None, target: ModelSource) -> Drafts | None:
-    """Of two options, of which speculation is text such as "ngram:3" or "draft:NAME:3". target: the model that is
-    planned. Raises CheckpointError, ConfigError or ConfigurationError."""
+    """The drafts that two options ask for.
+
+    speculation: text such as "ngram:3" or "draft:NAME:3". target: the model that is planned. Raises CheckpointError,
+    ConfigError or ConfigurationError.
+    """
     chosen, model, head = speculation_option(speculation), None, None
     if chosen is not None and chosen.model is not None:
         if chosen.method == "eagle3":

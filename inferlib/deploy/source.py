@@ -36,7 +36,7 @@ class ModelSource:
 
     @property
     def checkpoint(self) -> str | None:
-        """Where its files are; None if it has none."""
+        """The path of the model's files; None if it has none."""
         return None if self.files is None else str(self.files.path)
 
     def quantization(self, wanted: str | None) -> Quantization | None:

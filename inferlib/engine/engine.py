@@ -574,7 +574,8 @@ class Engine:
             self.stats.accepted_drafts += sum(stood)
 
     def _count_drafts(self, s: Sequence, count: int, stood: int) -> None:
-        """Of the host's drafts of a sequence so many stood; the next one could, if the sequence went on."""
+        """Count the host's drafts of a sequence. stood: how many of `count` stood; the next one failed, unless the
+        sequence ended."""
         self.stats.drafts += stood if s.status is Status.FINISHED else min(stood + 1, count)
         self.stats.accepted_drafts += stood
 

@@ -13,8 +13,10 @@ from inferlib.engine.sequence import Sequence
 
 
 def forced_tokens(sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-    """Of each of the sequences of a dispatch the tokens that its grammar forces behind those in flight, if these are
-    all forced. None if a function of a user changes logits, of which it gets those of one token a step."""
+    """The tokens that grammars force behind those in flight, if all of these are forced, for each sequence.
+
+    There are none if a function of a user changes logits: it gets the logits of one token a step.
+    """
     if any(s.params.logits_processors for s in sequences):
         return {}
     return {s: _behind(s, s.constraint.forced()) for s in sequences if s.constraint is not None}

@@ -50,8 +50,10 @@ class ItlBound:
             )
 
     def within(self, shapes: tuple[Shape, ...], mode: Mode) -> tuple[Shape, ...]:
-        """Those of the shapes, fewer tokens first, that a step in this mode may prefill beside rows that decode. A mode
-        that was not measured counts as the one before it."""
+        """The shapes that a step in this mode may prefill beside rows that decode, fewest tokens first.
+
+        A mode that was not measured counts as the one before it.
+        """
         if self.target is None:
             return shapes
         most = 0

@@ -35,7 +35,10 @@ class Leaving(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence could go on: behind so many tokens. keys: of the pages before the one that these end in."""
+    """A point behind `tokens` tokens from which a sequence could go on.
+
+    key: that of the page in which the tokens end; keys: those of the pages before it.
+    """
 
     tokens: int
     key: bytes
@@ -54,7 +57,7 @@ class PlaceTransfer:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Of the arrays of a place on the host, those of its page first."""
+        """The forms of a place's arrays on the host, those of its page first."""
         return self.pages.forms + self._snapshots.forms
 
     @property
@@ -69,7 +72,7 @@ class PlaceTransfer:
 
     @property
     def write_bytes(self) -> int:
-        """The same of what a row gets."""
+        """Bytes that a call writes to a row."""
         return self._rows.call_bytes
 
     def prepare(self) -> None:

@@ -46,7 +46,8 @@ class Profit:
         return max(self.counts, key=rate)
 
     def choose_certain(self, certain: SequenceOf[int], mode: Mode, rows: int) -> int:
-        """The same where so many drafts of each sequence are sure to stand, and no others are made."""
+        """The most profitable number of drafts where `certain` of each sequence's are sure to stand and no others are
+        made."""
 
         def rate(count: int) -> float:
             return sum(1 + min(known, count) for known in certain) / self.seconds(mode, rows, count)
@@ -72,7 +73,7 @@ class Profit:
         return self._weights * (self._alone if tokens == 1 else 1.0) + tokens
 
     def learn(self, s: Sequence, tried: int, stood: int) -> None:
-        """Of a row's drafts in a dispatch, so many could stand, and did."""
+        """Learn from a dispatch. tried: how many drafts of a row could stand; stood: how many did."""
         if tried:
             s.tried, s.stood = _FADING * s.tried + tried, _FADING * s.stood + stood
             self.usual += _OF_ALL * (stood / tried - self.usual)

@@ -122,7 +122,8 @@ class ReplicaPages:
         return [Restore(s.row, self.snapshots.use(match.snapshot))]
 
     def stop(self, s: Sequence, end: int) -> int:
-        """Where a step ends that could prefill a sequence up to `end`: no later than where a state is to be saved."""
+        """The position at which a step ends that could prefill a sequence up to `end`: where a state is to be saved, if
+        that comes first."""
         exact = self.snapshots is not None and self.snapshots.slack == 0
         return min(end, s.snapshots[0].last) if exact and s.snapshots else end
 
@@ -176,7 +177,7 @@ class ReplicaPages:
         return resumed
 
     def _parts(self, match: Match) -> int:
-        """Where a sequence that goes on from a snapshot parts from others behind it; 0 if it does not."""
+        """The position at which a sequence parts from others that go on behind its snapshot; 0 if it does not."""
         if self.tree is None or not isinstance(match, Resumed) or match.tokens == match.whole.tokens:
             return 0
         return match.whole.tokens if self.tree.goes_on(match.whole) else 0

@@ -71,7 +71,7 @@ class Runner:
         return True
 
     def _finished(self, requests: list[Request]) -> list[Request] | None:
-        """Those of the requests that are finished. If there are none, advance the engine and return None."""
+        """The requests that are finished. If there are none, advance the engine and return None."""
         if finished := [request for request in requests if request.finished]:
             return finished
         self._advance()

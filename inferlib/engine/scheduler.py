@@ -37,8 +37,11 @@ LEAD = 1000
 
 @dataclass(frozen=True)
 class Chunk:
-    """`length` tokens of a sequence from position `start`, for its row. last: its prompt, or what is computed again of
-    it, ends with them. dropped: positions before them that its cache no longer has."""
+    """`length` tokens of a sequence from position `start` on, which a step prefills for its row.
+
+    last: the prompt, or the part of it that is computed again, ends with them. dropped: how many positions before them
+    the row's cache no longer has.
+    """
 
     sequence: Sequence
     row: int
@@ -49,7 +52,7 @@ class Chunk:
 
     @property
     def cells(self) -> int:
-        """Of the row, behind them."""
+        """How many cells the row has once these tokens are written."""
         return self.start + self.length - self.dropped
 
 
@@ -64,7 +67,7 @@ class Dispatch:
     rows: the sequences whose rows it may advance, each by up to `key.most_tokens` tokens.
     columns: the column of each of these sequences in the tokens that the program returns.
     prefixes: what the rows share, if the program reads that once; see `Cascade.prefixes`.
-    drafts: that the host gives, see `draft_rows`.
+    drafts: the drafts that the host gives, see `draft_rows`.
     """
 
     key: ProgramKey
@@ -582,7 +585,7 @@ class Scheduler:
         return max({s.mode for s in sequences}, key=MODES.index)
 
     def _key(self, sequences: list[Sequence], rows: int, longest: int, **sizes: Any) -> ProgramKey:
-        """Of the program that does what all these sequences need, none of which is longer."""
+        """The key of the program that does what all these sequences need. longest: the length of the longest."""
         mode = self._mode(sequences)
         part: Any = "forward" if mode == "processed" else ""
         return ProgramKey(mode, rows, pick(self.config.limits, longest), part=part, **sizes)

@@ -160,7 +160,7 @@ class Sequence:
         return self.least < self.max_tokens
 
     def length_after(self, count: int) -> int:
-        """The same after so many tokens more."""
+        """The length after `count` more tokens."""
         length, bound = self.position_after(count), self.bound
         return length if bound is None or length < bound else bound
 

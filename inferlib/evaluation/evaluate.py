@@ -65,7 +65,7 @@ class Evaluation(Tables):
         return [table]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The evaluation as JSON values."""
         return asdict(self) | {"perplexity": self.perplexity}
 
 

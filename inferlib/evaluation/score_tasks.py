@@ -62,7 +62,7 @@ class TaskScores(Tables):
         return [table]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The scores as JSON values."""
         return asdict(self)
 
 

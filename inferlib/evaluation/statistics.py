@@ -20,7 +20,8 @@ class Mean:
 
     @staticmethod
     def of(windows: Sequence[np.ndarray]) -> Mean:
-        """Of numbers of each token, by window: tokens of a window resemble each other, so windows are what varies."""
+        """The mean of all tokens' numbers, which are given by window. Tokens of a window resemble each other, so the
+        interval is from the spread of windows."""
         sums, counts = np.array([w.sum() for w in windows]), np.array([len(w) for w in windows])
         value = float(sums.sum() / counts.sum())
         if len(windows) < 2:

@@ -38,8 +38,8 @@ from inferlib.platforms import prepare_jax
 
 
 class FinetuneResult(NamedTuple):
-    """Of held-out rows, before and after: the KL divergence of each next token's distribution from the teacher's, in
-    nats, or without a teacher the cross entropy with the texts."""
+    """The loss on held-out rows before and after training, in nats: the KL divergence of next tokens' distributions
+    from the teacher's, or without a teacher the cross entropy with the texts."""
 
     before: float
     after: float

@@ -23,7 +23,8 @@ class Rows:
 
     @staticmethod
     def prepared(folder: Path, tokenizer: Tokenizer, texts: Path, length: int) -> Rows:
-        """Those of a run that was interrupted, or of the texts. Raises ConfigurationError if these are too few."""
+        """The rows that an interrupted run saved, else new ones of the texts. Raises ConfigurationError for texts that
+        are too short."""
         if (file := folder / "rows.npz").exists():
             with np.load(file) as arrays:
                 return Rows(arrays["training"], arrays["testing"])

@@ -74,7 +74,8 @@ def _collectives(module: Module, computation: Computation) -> Iterator[tuple[Ins
 def _copies(
     computation: Computation, places: Mapping[str, int], origins: Origins, weights: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Where each copy of weights to on-chip memory starts, where it is waited for, and its bytes."""
+    """For each copy of weights to on-chip memory: the place where it starts, the place where it is waited for, and its
+    bytes."""
     for i in computation.instructions.values():
         if i.op in _COPIES and origins.get(i.operands[0], {}).get((), weights) < weights:
             size = sum(shape.nbytes for shape in i.shapes if shape.space == 1)
@@ -83,7 +84,7 @@ def _copies(
 
 
 def _ends(computation: Computation, i: Instruction, places: Mapping[str, int]) -> list[int]:
-    """Where an asynchronous instruction is waited for."""
+    """The places where an asynchronous instruction is waited for."""
     return [places[user.name] for user in computation.users.get(i.name, ()) if user.op.endswith("-done")]
 
 

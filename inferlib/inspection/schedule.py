@@ -55,7 +55,7 @@ class Played:
         self.spans += other.spans
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values: prices with their count, the dearest first; and seconds."""
+        """The schedule as JSON values: prices with their counts, the dearest first, and seconds."""
         totals = {"waits": self.waits, "fetching": self.fetching, "exposed": self.exposed, "spans": self.spans}
         return {"prices": _dearest(self.prices), "collectives": _dearest(self.collectives), **totals}
 

@@ -74,8 +74,8 @@ def last_attention(cells: Cells) -> jax.Array:
 
 
 def last_attention_of_all_heads(cells: Cells) -> jax.Array:
-    """The same positions stay for all KV heads of a layer: those that get the most attention from the newest query, on
-    average over all heads (Oren et al. 2024, "Transformers are Multi-State RNNs", TOVA,
+    """Scores by which the same positions stay for all KV heads of a layer: the attention that they get from the newest
+    query, on average over all heads (Oren et al. 2024, "Transformers are Multi-State RNNs", TOVA,
     https://arxiv.org/abs/2401.06104)."""
     assert cells.weights is not None
     scores = cells.over_heads(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
@@ -183,7 +183,7 @@ class CachePolicy:
 
     @property
     def queries(self) -> int:
-        """Of how many of a row's newest positions the cache has the queries."""
+        """How many of a row's newest queries the cache keeps."""
         return {"last query": 1, "queries": self.interval}.get(METHODS[self.method].needs or "", 0)
 
     def bound(self, max_len: int, tile: int) -> int | None:
@@ -193,8 +193,8 @@ class CachePolicy:
 
     @staticmethod
     def read(value: Any) -> CachePolicy | None:
-        """Of an option: a `CachePolicy`, text such as "keydiff:2048" or "keydiff:2048:32", or None. Raises
-        ValueError."""
+        """The policy that an option stands for: a `CachePolicy`, text such as "keydiff:2048" or "keydiff:2048:32", or
+        None. Raises ValueError for anything else."""
         usage = (
             "cache_policy is text such as 'keydiff:2048', the positions that a row keeps, or 'keydiff:2048:32' to "
             "compact it after every 32 more"

@@ -82,7 +82,7 @@ def _sums(x: jax.Array, w: jax.Array, summed: tuple[Sequence[int], Sequence[int]
         return lax.dot_general(x, w, dimensions, preferred_element_type=accumulator).astype(dtype)
 
     def on_gpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        """Of weights whose first dimensions are summed over, as those of all but packed ones."""
+        """The sums on a GPU, for weights whose first dimensions are summed over: all but packed ones."""
         inner, outer = (math.prod(part) for part in (w.shape[: len(summed[1])], w.shape[len(summed[1]) :]))
         if tuple(summed[1]) != tuple(range(len(summed[1]))) or not transposable(inner):
             return in_eight_bits(x, w)

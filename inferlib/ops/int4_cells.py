@@ -107,7 +107,7 @@ def decoded_keys(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def decoded_values(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The same of values."""
+    """Cells of values as numbers of a dtype; values that are not packed as they are."""
     return VALUES.decode(x, dtype) if x.dtype == DTYPE else x
 
 

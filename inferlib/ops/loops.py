@@ -16,7 +16,7 @@ def expected_trips(count: float) -> AbstractContextManager[Any, Any]:
 
 
 def most_trips(count: int) -> AbstractContextManager[Any, Any]:
-    """The same of loops that run at most `count` times, which is how often they count."""
+    """A scope for loops that run at most `count` times. Estimates count them as often."""
     return jax.named_scope(f"most_trips={count}")
 
 

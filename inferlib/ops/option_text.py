@@ -12,8 +12,10 @@ T = TypeVar("T")
 def read_option(
     value: Any, kind: type[T], text: re.Pattern[str], make: Callable[[re.Match[str]], T], usage: str
 ) -> T | None:
-    """Of an option: a value of this kind, what `make` makes of a whole match of text, or None. Raises ValueError, which
-    begins with `usage`, for anything else."""
+    """The value that an option stands for: a value of this kind, what `make` makes of text that matches, or None.
+
+    Raises ValueError, which begins with `usage`, for anything else.
+    """
     if value is None or isinstance(value, kind):
         return value
     parts = text.fullmatch(value) if isinstance(value, str) else None

@@ -126,7 +126,7 @@ def prefill_attention(
 
 
 def _by_gpu_kernel(q, cache: KvCache, rows, positions, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
-    """By the kernel for Hopper where that runs, else by the one for all GPUs, which CPUs interpret."""
+    """The attention by the kernel for Hopper where that runs, else by the kernel for all GPUs, which CPUs interpret."""
     from inferlib.pallas_kernels import prefill_attention_gpu as every
     from inferlib.pallas_kernels import prefill_attention_hopper_gpu as hopper
 

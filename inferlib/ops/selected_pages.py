@@ -66,7 +66,8 @@ class PageSelection:
 
     @staticmethod
     def read(value: Any) -> PageSelection | None:
-        """Of an option: a `PageSelection`, text such as "quest:64" or "quest:64:16", or None. Raises ValueError."""
+        """The selection that an option stands for: a `PageSelection`, text such as "quest:64" or "quest:64:16", or
+        None. Raises ValueError for anything else."""
         usage = (
             "attention_pages is text such as 'quest:64', the pages that a step reads of a row, or 'quest:64:16', as "
             "many blocks of 16 positions"
@@ -155,7 +156,7 @@ def _by_counting(bounds: jax.Array, places: jax.Array, older: jax.Array) -> jax.
 
 
 def _by_sorting(bounds: jax.Array, places: jax.Array, older: jax.Array) -> jax.Array:
-    """The same for many bounds."""
+    """The selection by sorting, which is faster where there are many bounds."""
     best = lax.top_k(bounds, places.size - 1)[1]
     best = jnp.where(places[:-1] < older, best, bounds.shape[-1])
     return jnp.pad(jnp.sort(best, axis=-1), [(0, 0)] * (best.ndim - 1) + [(0, 1)])

@@ -54,8 +54,8 @@ class SparsePrefill:
 
     @staticmethod
     def read(value: Any) -> SparsePrefill | None:
-        """Of an option: a `SparsePrefill`, text such as "xattention:0.9" or "xattention:0.9:0.25", or None. Raises
-        ValueError."""
+        """The estimate that an option stands for: a `SparsePrefill`, text such as "xattention:0.9" or
+        "xattention:0.9:0.25", or None. Raises ValueError for anything else."""
         usage = (
             "sparse_prefill is text such as 'xattention:0.9', the share of attention that blocks are listed for, or "
             "'xattention:0.9:0.25', with the most blocks as a share of the context's"
@@ -212,7 +212,7 @@ def _tiles(q: jax.Array, cache: KvCache, rows: jax.Array, positions: jax.Array, 
 
 
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """With zeros up to `size`."""
+    """x with zeros behind it along an axis, up to `size`."""
     missing = size - x.shape[axis]
     return x if not missing else jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 

@@ -159,7 +159,8 @@ class Memory:
         return self.weights + self.cache + self.state + self.temporaries
 
     def plus(self, other: Memory) -> Memory:
-        """With a model beside it that shares the rows' state; their temporaries follow each other."""
+        """The memory of this model and another one beside it. They share the rows' state, and their temporaries follow
+        each other."""
         temporaries = max(self.temporaries, other.temporaries)
         return Memory(self.weights + other.weights, self.cache + other.cache, self.state, temporaries)
 
@@ -391,7 +392,7 @@ class Deployed:
 
     @cached_property
     def shallow(self) -> Deployed:
-        """The same model with a core of `depth` steps."""
+        """This deployment of the model with a core of `depth` steps."""
         assert self.config.loop is not None
         loop = replace(self.config.loop, steps=self.depth)
         return replace(self, config=replace(self.config, loop=loop), depth=None)

@@ -45,7 +45,7 @@ class DeployedLayer(Deployed):
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        """With the head that it takes of its target."""
+        """The matrices of the layer, and the head that it takes from its target."""
         return super().matrices + self._borrowed
 
     @cached_property
@@ -56,12 +56,12 @@ class DeployedLayer(Deployed):
         return tuple(matrix for matrix in whole if matrix.use == "sampled")
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
-        """Without what is the target's."""
+        """The memory of the layer, without what belongs to the target."""
         whole = super().memory(batch, max_len, chunk)
         return replace(whole, weights=whole.weights - sum(matrix.nbytes for matrix in self._borrowed))
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
-        """Those of a model of this layer: its embedding, branches and head."""
+        """The collectives of a model of this one layer: of its embedding, its branches and its head."""
         return Deployed(self.config, self.target, self.parallel, self.quantization)._collectives(key)
 
 

@@ -55,7 +55,10 @@ class Drafts:
         model: ModelConfig | None = None,
         head: Eagle3Config | None = None,
     ) -> Drafts | None:
-        """Of two options, and the model or head that drafts, if one does. Raises ConfigurationError."""
+        """The drafts that two options ask for. model, head: the model or head that drafts, if one does.
+
+        Raises ConfigurationError.
+        """
         if chosen is None:
             if acceptance is not None:
                 raise ConfigurationError("acceptance is about drafts: give speculation too, such as ngram:3")

@@ -189,7 +189,7 @@ def _lanes(ledger: _Ledger, exchange: LaneExchange, shape: tuple[int, int], dtyp
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:
-    """From one residual to several, or back, where `projected` residuals are projected."""
+    """Add what it takes to go from one residual to several, or back. projected: how many of them are projected."""
     if model.config.streams > 1:
         ledger.gather("parallel residuals", (axes.EMBED,), (tokens, projected, model.config.dim), model.dtype)
         ledger.reduce("magnitudes", (axes.EMBED,), (tokens, model.config.streams), np.float32)

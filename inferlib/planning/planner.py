@@ -124,8 +124,10 @@ class Option:
 
     @property
     def core(self) -> str | None:
-        """Where decode steps on TPUs read the core of a looped model: once, to keep it "on chip", or "in memory", as
-        often as they run it. None of others."""
+        """The memory from which decode steps on TPUs read the core of a looped model; None for other models.
+
+        "on chip": they read it once and keep it there. "in memory": they read it as often as they run it.
+        """
         if self.deployed.config.loop is None or self.deployed.target.platform != "tpu":
             return None
         tokens = -(-self.active // self.deployed.replicas) * (1 + self.drafts)

@@ -157,7 +157,7 @@ def serve(
 
 
 def kind_of_step(key: ProgramKey) -> str:
-    """As `StepTotals` has it."""
+    """The kind of a step, as `StepTotals` names it."""
     return "both" if key.chunks and key.rows else "prefill" if key.chunks else "decode"
 
 
@@ -274,7 +274,7 @@ class Device(ProgramSet):
         return float(lengths.sum(axis=1).max()) / max(key.rows, 1)
 
     def _seconds(self, key: ProgramKey, live: float, table: np.ndarray) -> float:
-        """Of a step with chunks: as long as its fullest replica takes."""
+        """Seconds of a step with chunks: as long as its fullest replica takes."""
         of_replicas = table.reshape(self.deployed.replicas, key.chunks, -1)
         fullest = max(of_replicas, key=lambda chunks: chunks[:, _CHUNK["length"]].sum())
         chunks = [(float(c[_CHUNK["start"]]), int(c[_CHUNK["length"]])) for c in fullest if c[_CHUNK["length"]]]

@@ -82,7 +82,7 @@ def usual_trace(count: int = 512, seed: int = 20241123) -> list[Offer]:
 
 
 def at_rate(offers: Sequence[Offer], rate: float, seed: int = 0) -> list[Offer]:
-    """The same requests offered `rate` a second on average, with exponential times between them (a Poisson process)."""
+    """The requests, offered `rate` a second on average with exponential times between them (a Poisson process)."""
     rng, now, offered = random.Random(seed), 0.0, []
     for offer in offers:
         offered.append(Offer(offer.input_len, offer.output_len, now, offer.prompt))
@@ -139,7 +139,7 @@ class Service:
         return self.output_tokens / self.seconds
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values; times in seconds."""
+        """The results as JSON values; times are in seconds."""
         return {
             "requests": len(self.ttft),
             "seconds": self.seconds,

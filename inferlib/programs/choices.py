@@ -67,7 +67,8 @@ class Choices:
                 log.warning("%s%s runs in XLA, not in the %s kernel: %s", _title(op), where, kernel, reason)
 
     def _refusals(self, op: str, model: AbstractModel) -> Iterator[tuple[str, str]]:
-        """Where an operation does not take its preferred implementation, and why. One weight stands for all."""
+        """The shapes for which an operation does not take its preferred implementation, and why. One weight stands for
+        all."""
         if op in self.weights:
             parts = {weight.name: weight.part for weight in model.weights}
             refused = ((parts[name], choice.reason) for name, choice in self.weights[op].items() if choice.reason)

@@ -27,9 +27,11 @@ from inferlib.sharding.shards import Shards
 
 
 class Keys(NamedTuple):
-    """Of a block of layers with a cache of its own. arrays: how many of cells that has, keys first; behind them is the
-    attention that cells got, if the policy needs it. size: of a key, with which a cell of the first one begins.
-    options: how queries weigh keys."""
+    """The keys of a block of layers with a cache of its own.
+
+    arrays: how many arrays of cells the cache has, keys first. Behind them is the attention that cells got, if the
+    policy needs it. size: that of a key, with which a cell of the first array begins. options: how queries weigh keys.
+    """
 
     arrays: int
     size: int

@@ -58,8 +58,11 @@ class Quorum:
 
     @staticmethod
     def of(model: AbstractModel, option: bool | int) -> Quorum:
-        """By the bytes of weights that a step of the core and the rest of the model read, and tokens that take half of
-        the steps: around the least, the cost hardly changes. option: `EngineConfig.depthwise_batching`."""
+        """The quorum that costs least. option: `EngineConfig.depthwise_batching`.
+
+        It follows from the bytes of weights that a step of the core and the rest of the model read, for tokens that
+        take half of the steps. Around the best quorum the cost hardly changes.
+        """
         config, core, rest = model.config, 0, 0
         assert config.loop is not None
         for weight in model.weights:
@@ -74,7 +77,7 @@ class Quorum:
         return Quorum(None if option is True else int(option), ratio)
 
     def __call__(self, going: jax.Array) -> jax.Array:
-        """Of so many rows that go on, a scalar."""
+        """How many rows wait before the rest of the model runs for them. going: a scalar, how many rows go on."""
         if self.rows is not None:
             return jnp.minimum(self.rows, going)
         best = jnp.round(self.ratio * (going + 0.5) / (1 + self.ratio / 2)).astype(jnp.int32)

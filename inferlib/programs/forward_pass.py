@@ -177,7 +177,7 @@ class ForwardPass:
         return hidden_of_tokens(ran.taken[:, None], counts)[..., 0].T
 
     def depths(self, ran: Pass, chunks: tuple[int, ...], lengths: jax.Array) -> dict[str, jax.Array | None]:
-        """Those fields of the output of a step over chunks [P, C] with `lengths` [P] tokens, if tokens may leave."""
+        """The output's fields with depths, if tokens may leave. chunks: P and C; lengths [P]: tokens of each chunk."""
         if ran.taken is None:
             return {}
         split = prod(chunks)
@@ -185,8 +185,10 @@ class ForwardPass:
         return {"depths": ran.taken[None, split:] if self.program.key.rows else None, "chunk_depths": ends}
 
     def pooled(self, decoder: Decoder, chunks: jax.Array, valid: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Of hidden states [P, C, D] after the final norm, the sum over each chunk's tokens and the last one's:
-        float32 [P, 2, D]. valid [P, C] bool: what is no padding."""
+        """Hidden states behind the final norm, float32 [P, 2, D]: the sum over a chunk's tokens, and the last token's.
+
+        chunks [P, C, D]: hidden states. valid [P, C] bool: False for padding. lengths [P]: tokens of each chunk.
+        """
         shards = self.program.config.shards
         every = decoder.normed(chunks, shards).astype(jnp.float32)
         total = shards.sum(jnp.where(valid[..., None], every, 0).sum(axis=1), axes.TOKENS)

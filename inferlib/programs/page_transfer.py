@@ -32,8 +32,11 @@ CALL_PAGES = 8  # pages of each replica that one call reads or writes
 
 
 class Part(NamedTuple):
-    """Where one array of the cache lies in a page. index: of the array. dim: of its pages. shape: of a page of it on a
-    device, the dimensions before `dim` first. first: its first number in the flat array."""
+    """The place of one array of the cache in a page.
+
+    index: the array's index. dim: the dimension of its pages. shape: that of a page of it on a device, the dimensions
+    before `dim` first. first: the place of its first number in the flat array.
+    """
 
     index: int
     dim: int
@@ -95,7 +98,7 @@ class EntryTransfer:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Of the arrays of a page on the host."""
+        """The forms of a page's arrays on the host."""
         return tuple(group.form for group in self.groups for _ in range(group.devices))
 
     @property
@@ -172,7 +175,7 @@ class EntryTransfer:
         return parts
 
     def _devices(self, replica: int) -> list[Device]:
-        """Of each array of a page of a replica, a device that has it."""
+        """A device that has the array, for each array of a page of a replica."""
         return [device for layout in self._layouts for device in self._first(layout, replica)]
 
     def _pages(self, arrays: Sequence[Any]) -> list[Page]:
@@ -211,12 +214,12 @@ class EntryTransfer:
 
     @staticmethod
     def _first(layout: tuple[DevicePart, ...], replica: int) -> list[Device]:
-        """Of each part of a replica, one of the devices that have it, in the order of parts."""
+        """One of the devices that have the part, for each part of a replica in order."""
         devices = {part.number: part.device for part in reversed(layout) if part.replica == replica}
         return [device for _, device in sorted(devices.items())]
 
     def _places(self, pages: Sequence[int]) -> list[int]:
-        """Where pages lie in a block: each replica has its own part of it."""
+        """The places of pages in a block, of which each replica has its own part."""
         used, places = [0] * self.shards.replicas, []
         for page in pages:
             replica = page // self.each

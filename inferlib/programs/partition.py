@@ -34,7 +34,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
 
 
 def gather_output(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
-    """The same program with its output whole on every device, as process 0 can read only its own devices."""
+    """A program whose output is whole on every device, as process 0 can read only its own devices."""
 
     def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, over in enumerate(spec):

@@ -24,7 +24,7 @@ from inferlib.sharding.shards import Shards
 
 
 def packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
-    """By weight, whether the TPU kernel of products reads it packed."""
+    """For each weight, whether the TPU kernel of products reads it packed."""
     if config.backend.matmul != "pallas_tpu":
         return {}
     weights = (w for w in model.weights if w.contracting and axes.EXPERTS not in w.axes)
@@ -46,7 +46,7 @@ def loop_products(model: AbstractModel, shards: Shards) -> list[Any]:
 
 
 def fused_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
-    """By weight, whether its product is fused with its collective in any step, and if not, why not in the largest."""
+    """For each weight, whether its product is fused with its collective in any step; if not, why not in the largest."""
     choices: dict[str, Choice] = {}
     if config.backend.collective_matmul == "xla":
         return choices
@@ -84,7 +84,7 @@ def ring_products(
 
 
 def expert_choices(config: EngineConfig, model: AbstractModel) -> dict[str, dict[range, Choice]]:
-    """By operation, the choice of each block of layers with experts."""
+    """For each operation, the choice of each block of layers with experts."""
     choices: dict[str, dict[range, Choice]] = {"grouped_matmul": {}, "expert_mlp": {}, "choose_experts": {}}
     weights = [w for w in model.weights if axes.EXPERTS in w.axes and w.contracting]
     for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):

@@ -264,7 +264,7 @@ class ProgramSet:
 
     @property
     def formats(self) -> tuple[Format | NamedSharding | None, ...]:
-        """Where each weight lives, and in which layout if that is not the usual one."""
+        """The sharding of each weight, with its layout if that is not the usual one."""
         shardings = [self.config.shards.sharding(spec.axes) for spec in self.specs]
         if self.layouts is None and not self._free:
             return tuple(shardings)
@@ -342,7 +342,7 @@ class ProgramSet:
 
     @cached_property
     def _set_numbers(self) -> dict[str, Callable]:
-        """By its name, what sets each of the fields of `_NUMBER_CHANGES` that the state has."""
+        """The functions that set those fields of `_NUMBER_CHANGES` that the state has, by the fields' names."""
         shards, there = self.config.shards, [name for name in _NUMBER_CHANGES if getattr(self.state, name) is not None]
         return {
             name: prepared(

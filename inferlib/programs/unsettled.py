@@ -41,5 +41,5 @@ def spec_of(shards: Shards) -> PartitionSpec:
 
 
 def sharding_of(shards: Shards) -> NamedSharding | None:
-    """The same as a sharding; None on a single device."""
+    """The sharding by `spec_of`; None on a single device."""
     return None if shards.mesh is None else NamedSharding(shards.mesh, spec_of(shards))

@@ -39,7 +39,8 @@ def hidden_of_tokens(hidden: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 class Tally(NamedTuple):
-    """Of each of B rows: how many drafts could stand, as all before them did and the row went on, and how many did."""
+    """Drafts of each of B rows. tried: how many could stand, as all before them did and the row went on; stood: how
+    many did."""
 
     tried: jax.Array
     stood: jax.Array

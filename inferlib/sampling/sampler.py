@@ -342,7 +342,7 @@ def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
 
 
 def _bits_without_int64(key: jax.Array, size: int) -> jax.Array:
-    """The same bits as `jax.random.bits`, without the 64-bit integers that Trainium lacks. Slower on XLA:CPU."""
+    """The bits of `jax.random.bits`, made without the 64-bit integers that Trainium lacks. Slower on XLA:CPU."""
     count = jnp.concatenate([jnp.zeros(size, jnp.uint32), jnp.arange(size, dtype=jnp.uint32)])
     high, low = jnp.split(threefry_2x32(jax.random.key_data(key), count), 2)
     return high ^ low

@@ -67,7 +67,7 @@ def _may_follow(values: jax.Array) -> jax.Array:
 
 
 def with_token_ids(params: SamplingParams, encode: Callable[[str], list[int]] | None) -> SamplingParams:
-    """The same parameters with all bad words as token ids: of a text, and of the text behind a space, as vLLM does.
+    """The parameters with all bad words as token ids: of a text, and of the text behind a space, as in vLLM.
 
     encode: gives the token ids of a text, None if there is no tokenizer. Raises ValueError.
     """

@@ -111,7 +111,7 @@ class _Texts:
 
 
 def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """As vLLM has them: by token id."""
+    """The log-probabilities of the prompt as vLLM has them: by token id."""
     made = []
     for entry in output.prompt_logprobs or ():
         tokens = None if entry is None else {str(token): vars(x) for token, x in entry.items()}

@@ -12,7 +12,7 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 def chat_logprobs(tokens: Sequence[int], entries: Entries, top: int) -> dict[str, Any]:
-    """Of a chat: each token with its bytes, and the `top` most likely ones."""
+    """The log-probabilities of a chat's answer: each token with its bytes, and the `top` most likely ones."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
         assert entry is not None
@@ -29,9 +29,11 @@ def _token(entry: Logprob) -> dict[str, Any]:
 def completion_logprobs(
     tokens: Sequence[int], entries: Entries, top: int, offset: int, decode: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Of a completion: lists with an item for each token. offset: characters of the text before the first of them.
-    decode: the text of a token that has no entry, as the first of a prompt. Beside the `top` most likely tokens stands
-    the one that was chosen, as with OpenAI."""
+    """The log-probabilities of a completion: lists with an item for each token.
+
+    offset: characters of the text before the first token. decode: gives the text of a token that has no entry, such as
+    the first of a prompt. The token that was chosen stands beside the `top` most likely ones, as with OpenAI.
+    """
     made: dict[str, list] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, entry in zip(tokens, entries, strict=True):
         logprob = None if entry is None else entry[token]

@@ -66,7 +66,8 @@ class Metrics:
         return RequestTimes(self)
 
     def collect(self) -> Iterator[Metric]:
-        """As a registry of prometheus-client asks. The engine's numbers are read beside its thread, one by one."""
+        """The metrics, as a registry of prometheus-client asks for them. The engine's numbers are read beside its
+        thread, one by one."""
         engine = self._llm.llm.engine
         scheduler, stats, pages = engine.scheduler, engine.stats, engine.plan.pages
         used = 1 - sum(x.free for x in scheduler.pages) / max(pages, 1)

@@ -19,7 +19,8 @@ from inferlib.serving.service import ServerOptions
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens. port: 0 takes a free one. certificate, key: PEM files; with them it speaks HTTPS."""
+    """The address that a server listens at. port: 0 takes a free one. certificate, key: PEM files; with them the server
+    speaks HTTPS."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -12,7 +12,7 @@ from inferlib.serving.service import Service
 
 
 async def tokenize(service: Service, body: Any, exchange: Exchange) -> dict[str, Any]:
-    """Of a text, `prompt`, or of a conversation, `messages`, with its tools and options of the chat template."""
+    """Tokenise a text, `prompt`, or a conversation, `messages`, with its tools and options of the chat template."""
     fields = Fields(body)
     service.check_model(fields.take("model", str))
     text, messages = fields.take("prompt", str), fields.take("messages", list)

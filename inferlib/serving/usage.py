@@ -9,7 +9,7 @@ from inferlib.outputs import RequestOutput
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """Of the latest output of each prompt of a request."""
+    """The usage of a request, from the latest output of each of its prompts."""
     prompt = generated = cached = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)

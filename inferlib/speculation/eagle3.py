@@ -40,7 +40,7 @@ class Eagle3Drafter(FeatureDrafter):
         return tools.module.embedding(context.batch.tokens, tools.target.embed[...], context.shards)
 
     def logits(self, tools: DraftTools, hidden: jax.Array) -> jax.Array:
-        """As of all tokens: those that the head cannot choose have -inf."""
+        """The logits of all tokens; those that the head cannot choose have -inf."""
         head, config, shards = tools.module, self.head.config, tools.shards
         logits = head.logits(hidden, shards, self.backend.matmul)
         if config.model.vocab == config.target_vocab:

@@ -131,7 +131,8 @@ class FeatureDrafter:
 
 
 def _stored(rows: DraftRows, features: jax.Array, counts: jax.Array | None) -> Pending:
-    """As pending: features [B, N, D] of a step's tokens, of which `counts` [B] count, behind padding."""
+    """The features [B, N, D] of a step's tokens as pending ones. counts [B]: how many of a row's count; they are behind
+    padding."""
     assert rows.pending is not None
     assert rows.pending.features is not None
     features = features if counts is None else rolled(features, -counts)

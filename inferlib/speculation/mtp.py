@@ -40,5 +40,5 @@ class MtpDrafter(FeatureDrafter):
         return tools.target.embedding(context)
 
     def logits(self, tools: DraftTools, hidden: jax.Array) -> jax.Array:
-        """By the target's head, behind the layer's own norm."""
+        """The logits by the target's head, behind the layer's own norm."""
         return tools.target.logits(hidden, tools.shards, self.backend.matmul, norm=tools.module.final_norm)

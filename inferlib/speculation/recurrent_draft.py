@@ -66,7 +66,7 @@ def _pending(rows: DraftRows, most: int) -> StepBatch:
 
 
 def _behind(rows: DraftRows) -> Pending:
-    """As pending: nothing, up to the last token of each row that runs."""
+    """No pending features; each row that runs is done up to its last token."""
     assert rows.pending is not None
     return Pending(None, jnp.where(rows.room > 0, rows.lengths + 1, rows.pending.first))
 

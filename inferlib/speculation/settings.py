@@ -63,8 +63,8 @@ class Speculation:
 
     @staticmethod
     def read(value: Any) -> Speculation | None:
-        """Of an option: a `Speculation`, text such as "ngram:3", "draft:NAME:3" or "eagle3:DIR:3", or None. Raises
-        ValueError."""
+        """The speculation that an option stands for: a `Speculation`, text such as "ngram:3", "draft:NAME:3" or
+        "eagle3:DIR:3", or None. Raises ValueError for anything else."""
         usage = "speculation is Speculation(...) or text such as 'ngram:3' or 'draft:NAME:3'"
         make = lambda x: Speculation(x[1], *([int(x[3])] if x[3] else []), model=x[2])  # noqa: E731
         return read_option(value, Speculation, _TEXT, make, usage)

@@ -50,7 +50,7 @@ LAYER_MAP = MOE_LAYER | {
 
 
 def laguna(hf: Hf) -> ModelConfig:
-    """Without `layer_types` no layer has a window."""
+    """Laguna: without `layer_types` no layer has a window."""
     expect(hf, "gating", True, "per-head", "per-element")
     expect(hf, "moe_apply_router_weight_on_input", False)
     key, act = "num_attention_heads_per_layer", activation(hf, "hidden_act")

@@ -143,13 +143,13 @@ def _steps(hf: Hf) -> int:
 
 
 def _early_exit(hf: Hf) -> Literal["change", "kl"] | None:
-    """By which rule tokens may leave the core before its last step, as is asked for."""
+    """The rule by which tokens may leave the core before its last step; None: they may not."""
     expect(hf, EARLY_EXIT, False, True, "kl")
     return "kl" if hf.get(EARLY_EXIT) == "kl" else "change" if hf.get(EARLY_EXIT) else None
 
 
 def _stages(hf: Hf) -> tuple[int, int, int]:
-    """Where the core starts and stops, and the number of layers."""
+    """The layer that the core starts with, the layer that follows it, and the number of layers."""
     start = need(hf, "n_layers_in_prelude")
     stop = start + need(hf, "n_layers_in_recurrent_block")
     return start, stop, stop + need(hf, "n_layers_in_coda")

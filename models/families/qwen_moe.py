@@ -57,7 +57,7 @@ def _is_dense(hf: Hf, i: int) -> bool:
 
 
 def qwen2_moe(hf: Hf) -> ModelConfig:
-    """If windows are used, every other layer up to `max_window_layers` has one."""
+    """Qwen2 with experts: if windows are used, every other layer up to `max_window_layers` has one."""
     act = activation(hf, "hidden_act")
     experts = MoeSpec(
         softmax_router(hf, need(hf, "num_experts")),

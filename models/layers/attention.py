@@ -197,7 +197,7 @@ class Attention(nnx.Module):
         return self.finished(ctx.shards.sum(ctx.matmul(x, self.qkv[...]), axes.EMBED), x, ctx)
 
     def finished(self, qkv: jax.Array, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The same from what the fused matrix makes of x, [T, K, G + 2, h]."""
+        """What `project` returns, from what the fused matrix makes of x, [T, K, G + 2, h]."""
         spec, g = self.spec, self.layout.queries
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]

@@ -108,9 +108,12 @@ def through_experts(
 
 
 class _Trip(NamedTuple):
-    """Where tokens go. is_sent [T, n]: whether a token goes to a device; counts [n]: how many tokens go to it. device
-    [T, k]: the device of each choice (-1: none); first [T, k]: whether it is the token's first choice on that device;
-    rank [T, k]: the token's number among the tokens that go there."""
+    """The devices that tokens go to.
+
+    is_sent [T, n]: whether a token goes to a device; counts [n]: how many tokens go to it. device [T, k]: the device of
+    each choice (-1: none); first [T, k]: whether it is the token's first choice on that device; rank [T, k]: the
+    token's number among the tokens that go there.
+    """
 
     is_sent: jax.Array
     counts: jax.Array

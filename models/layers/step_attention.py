@@ -63,8 +63,11 @@ class RowQueries(NamedTuple):
 
     @staticmethod
     def of(ctx: StepContext, stripe: Stripe, pages: jax.Array | None) -> RowQueries:
-        """Those of a step. Several queries of a row see other numbers of a stripe's positions each, which do not ascend
-        by one. So where positions are striped, each query is a row of its own, [B * N]."""
+        """The queries of a step's rows.
+
+        Each of several queries of a row sees another number of a stripe's positions, and these numbers do not ascend by
+        one. So where positions are striped, each query is a row of its own, [B * N].
+        """
         batch, (rows, count) = ctx.batch, ctx.batch.decode_tokens.shape
         if stripe.count > 1 and count > 1:
             pages = jnp.arange(rows, dtype=jnp.int32)[:, None] if pages is None else pages

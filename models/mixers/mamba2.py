@@ -34,9 +34,9 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Mamba2Spec(LinearAttentionSpec):
-    """In the terms of linear attention, C are queries and B are keys, one head of each for a group. Values are inputs
-    times their step dt, and the state [v, n] of a head fades by exp(A dt). A group's heads share an RMS norm, behind
-    their gates.
+    """State-space duality in the terms of linear attention: C are queries and B are keys, one head of each for a group.
+    Values are inputs times their step dt, and the state [v, n] of a head fades by exp(A dt). A group's heads share an
+    RMS norm, behind their gates.
 
     conv_bias: the convolution has a bias; limits: the least and the largest dt.
     """

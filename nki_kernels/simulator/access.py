@@ -54,7 +54,7 @@ def free_size(tensor: NkiTensor) -> int:
 
 
 def same_layout(what: str, *tensors: NkiTensor) -> None:
-    """The same partitions and elements a partition, as elementwise instructions want."""
+    """Refuse tensors that differ in partitions or in elements a partition: elementwise instructions want them alike."""
     sizes = {(t.shape[0], free_size(t)) for t in tensors}
     require(len(sizes) == 1, "shape", f"{what} of {', '.join(map(str, tensors))}")
 

@@ -20,7 +20,7 @@ BY_MATMUL = 0x01
 
 
 class MemoryRegion(Enum):
-    """Where a tensor lies."""
+    """The memory that a tensor is in."""
 
     sbuf = "sbuf"
     psum = "psum"
@@ -66,7 +66,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Indirection:
-    """Where an indirect view starts: `offsets` [rows, 1] in SBUF, in steps of `step` elements, each less than `bound`.
+    """The start of an indirect view: `offsets` [rows, 1] in SBUF, in steps of `step` elements, each less than `bound`.
 
     per_partition: each row of the view has its own offset; else the whole view one.
     """

@@ -51,7 +51,7 @@ class TaggedMachine(Machine):
         self.arguments("}" if self._count else "{}")
 
     def end(self) -> None:
-        """Of a call that is cut off, the arguments that are complete count."""
+        """End the text. If a call is cut off, its complete arguments count."""
         if self._state in ("opened", "name"):
             self.content("<tool_call>" + self._text)
         elif self._state not in ("content", "closing"):
@@ -118,7 +118,7 @@ class QwenCoder(TaggedMachine):
         return marker is not None
 
     def _opened(self) -> bool:
-        """Behind the marker, which is text if no function follows it."""
+        """Read what is behind the marker, which is text if no function follows it. False if more text is needed."""
         function, stripped = "<function=", self.rest.lstrip()
         if function.startswith(stripped) and not self.final:
             return False
