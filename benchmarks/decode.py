@@ -116,7 +116,7 @@ def occupy(engine: Engine, length: int, room: int) -> None:
         s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
         s.tokens.append(int(tokens[row]))
         if bounded is not None:
-            s.bound = bounded.policy.most
+            s.bound = bounded.policy.compacts_at
             bounded.decode(s)
         engine.scheduler.running[row] = s
 

@@ -90,7 +90,7 @@ def _kernel(lengths_ref, q_ref, summaries_ref, pages_ref, table_ref, seen_ref, *
     numbers = jnp.arange(bounds.shape[0])[:, None] * TILE + jnp.arange(TILE)[None]
     bounds = jnp.where(numbers == 0, jnp.inf, bounds)
     older = jnp.minimum(newest, count - 1)
-    chosen = _best(jnp.where(numbers < newest, bounds, -jnp.inf), older) & (numbers < newest)
+    chosen = _among_highest(jnp.where(numbers < newest, bounds, -jnp.inf), older) & (numbers < newest)
     # What is masked has places of its own, as an interpreter writes them one after the other.
     plgpu.store(table_ref.at[jnp.where(chosen, _ranks(chosen) - 1, count + numbers)], entry(numbers), mask=chosen)
     places = jnp.arange(power_of_two(count))
@@ -125,7 +125,7 @@ def _bounds(q_ref, summaries_ref, page_of: Any, newest: jax.Array, blocks: int) 
     return lax.fori_loop(0, pl.cdiv(newest, TILE), step, jnp.full((tiles.size, TILE), -jnp.inf, jnp.float32))
 
 
-def _best(bounds: jax.Array, count: jax.Array) -> jax.Array:
+def _among_highest(bounds: jax.Array, count: jax.Array) -> jax.Array:
     """Which of the bounds are among the `count` highest, of equal ones the first: bool, of their shape.
 
     The lowest of them is found bit by bit, in integers that are ordered as the bounds are.

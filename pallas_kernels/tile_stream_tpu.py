@@ -165,7 +165,7 @@ class TileStream:
         def wait_for(i, count):
             """Only the number of bytes matters in the copy that a wait is given."""
             for n, copies in enumerate(self.buffers):
-                into = self._some(n, i * self.unit, count)
+                into = self._slice_of(n, i * self.unit, count)
                 some = copies.at[buffer, into] if self._of_cells(n) else copies.at[buffer, :, into]
                 pltpu.make_async_copy(some, some, self.semaphores.at[n, buffer]).wait()
 
@@ -176,7 +176,7 @@ class TileStream:
     def _of_cells(self, n: int) -> bool:
         return len(self.arrays[n].shape) == 5
 
-    def _some(self, n: int, position: jax.Array | int, count: int) -> Any:
+    def _slice_of(self, n: int, position: jax.Array | int, count: int) -> Any:
         """The slice of an array, or of its buffer, with `count` positions from `position` on: multiples of a unit."""
         fold = self.arrays[0].shape[3] // self.arrays[n].shape[3]
         return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
@@ -224,7 +224,7 @@ class TileStream:
             page, slot = jnp.clip(self.table[at[0], div(slot, slots)], 0, pages - 1), rem(slot, slots)
         for n, (array, copies) in enumerate(zip(self.arrays, self.buffers, strict=True)):
             array = array.at[self.layer[0], page]
-            source, into = (self._some(n, x, count) for x in (slot, offset))
+            source, into = (self._slice_of(n, x, count) for x in (slot, offset))
             if self._of_cells(n):
                 pair = array.at[at[1] if heads > 1 else 0, source], copies.at[buffer, into]
             else:

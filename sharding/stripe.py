@@ -20,7 +20,7 @@ class Stripe:
     count: int = 1
     index: jax.Array | int = 0
 
-    def most(self, positions: int) -> int:
+    def max_positions(self, positions: int) -> int:
         """The most positions that a device can own, of the first `positions`."""
         return -(-positions // self.count)
 

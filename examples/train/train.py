@@ -27,7 +27,7 @@ from examples.train.data import Data, prepare
 from examples.train.model import PRESETS, config_of, core_steps, first_weights, flops_of, logits_of
 from inferlib.checkpoint.save import save_model
 from inferlib.distillation.checkpoints import Checkpoints
-from inferlib.distillation.data import taken
+from inferlib.distillation.data import rows_of_step
 from inferlib.distillation.record import Record
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
@@ -148,7 +148,7 @@ class Run:
         learning rate."""
         settings, mean = self.settings, core_steps(self.settings.preset)
         count = max(1, np.random.default_rng((settings.seed, number)).poisson(mean))
-        rows = taken(self.data.rows, number, settings.batch, settings.seed)
+        rows = rows_of_step(self.data.rows, number, settings.batch, settings.seed)
         return self.shared(rows), np.int32(count), np.float32(settings.rate(number))
 
     @cached_property

@@ -130,30 +130,30 @@ class Artifacts:
         """
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
-        self._same("platform", target.platform, device.platform)
+        self._must_match("platform", target.platform, device.platform)
         if target.platform == "neuron":
             raise ArtifactError(f"{self.folder} holds programs for Neuron's own runtime, which JAX cannot load")
-        self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
+        self._must_match("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
-            self._same(f"version of {name}", self.manifest["versions"].get(name), version)
+            self._must_match(f"version of {name}", self.manifest["versions"].get(name), version)
         models = [("model", made.model, model), ("draft", made.draft_model or made.draft_head, draft)]
         for name, one, other in models:
             if one is None or other is None:
                 continue
             if difference := _difference(asdict(one), asdict(other), name):
-                self._same(*difference)
+                self._must_match(*difference)
         settings = {**asdict(made), "parallel": made.parallel, "buckets": made.buckets}
         settings |= {"quantization": made.quantization, "draft_quantization": made.draft_quantization}
         settings |= {"max_batch": made.max_batch, "max_len": made.max_len}
         for name, value in wanted.items():
             if value is not None:
-                self._same(name, settings[name], value)
+                self._must_match(name, settings[name], value)
         if len(jax.devices()) < made.parallel.devices:
             raise ArtifactError(
                 f"{self.folder} is compiled for {made.parallel.devices} devices, and there are {len(jax.devices())}"
             )
 
-    def _same(self, name: str, made: Any, wanted: Any) -> None:
+    def _must_match(self, name: str, made: Any, wanted: Any) -> None:
         if made != wanted:
             raise ArtifactError(
                 f"{self.folder} does not fit: {name} is {_short(made)} in its programs, and {_short(wanted)} here; "

@@ -25,7 +25,7 @@ class Snapshot:
     pending: bool = True
     nodes: list[Node] = field(default_factory=list, repr=False)
 
-    def behind(self, tokens: int) -> int:
+    def resume_position(self, tokens: int) -> int:
         """The position from which a sequence goes on that has so many tokens in common with the row; 0 if none."""
         behind = min(tokens, self.last)
         return behind if behind >= self.first else 0
@@ -74,8 +74,8 @@ class Snapshots:
     def resume(self, match: Match) -> Resumed:
         """The deepest place within a match where a snapshot lets a sequence go on."""
         best, behind, awaited, later = None, 0, None, 0
-        for snapshot, common in self._near(match):
-            at = snapshot.behind(common)
+        for snapshot, common in self._candidates(match):
+            at = snapshot.resume_position(common)
             if snapshot.pending and at > later:
                 awaited, later = snapshot, at
             elif not snapshot.pending and at > behind:
@@ -115,7 +115,7 @@ class Snapshots:
         first, last = max(least, self.first(ahead)), min(end // self.unit * self.unit, match.tokens)
         if not self.count or last < first:
             return None
-        others = [other for other, common in self._near(match) if not other.pending and other.last <= common]
+        others = [other for other, common in self._candidates(match) if not other.pending and other.last <= common]
         for other in others:
             if other.last == last and other.first <= snapshot.first:
                 self._saved.move_to_end(other)
@@ -166,7 +166,7 @@ class Snapshots:
             if not snapshot.nodes:
                 self.drop(snapshot)
 
-    def _near(self, match: Match) -> list[tuple[Snapshot, int]]:
+    def _candidates(self, match: Match) -> list[tuple[Snapshot, int]]:
         """The snapshots that go with pages of a match, or with others that begin like the last one's part; and how many
         tokens the row of each has in common with the match, at least."""
         nodes = [(node, (column + 1) * self.page) for column, node in enumerate(match.nodes)]

@@ -146,7 +146,7 @@ class Job:
             arrays.append((spec, tuple(map(jnp.asarray, stored))))
             reports.append(report)
         store.write(arrays, reports)
-        return {spec.part: _whole(spec, values) for spec, values in arrays}, reports
+        return {spec.part: _dequantized(spec, values) for spec, values in arrays}, reports
 
     # ---- weights
 
@@ -180,7 +180,7 @@ class Job:
         """The weights of a layer that is done."""
         specs = _specs(self.target, layer)
         arrays = store.read(specs)
-        return {spec.part: _whole(spec, [arrays[array.part] for array in spec.arrays]) for spec in specs}
+        return {spec.part: _dequantized(spec, [arrays[array.part] for array in spec.arrays]) for spec in specs}
 
 
 def _specs(model: AbstractModel, block: int | None) -> list[WeightSpec]:
@@ -195,7 +195,7 @@ def _by_part(recorded: Recorded) -> dict[str, InputSums]:
     return {name: sums for names, sums in recorded.items() for name in names}
 
 
-def _whole(spec: WeightSpec, arrays: Sequence[jax.Array]) -> jax.Array:
+def _dequantized(spec: WeightSpec, arrays: Sequence[jax.Array]) -> jax.Array:
     """A stored weight as float32 numbers, for inputs that are not rotated."""
     values = [np.asarray(array).astype(np.float32) for array in arrays]
     if spec.scheme is None:

@@ -54,7 +54,7 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         "wrong shape": [f"{n}: {shape} instead of {wanted[n]}" for n, shape in stored.items() if shape != wanted[n]],
         "unexpected": _unexpected(source, family, model.config, present - set(wanted)),
     }
-    if problems := [f"{kind}: {_some(texts)}" for kind, texts in problems.items() if texts]:
+    if problems := [f"{kind}: {_shortened(texts)}" for kind, texts in problems.items() if texts]:
         raise CheckpointError(
             f"the checkpoint does not hold a {family.name} model of its config.json; " + "; ".join(problems)
         )
@@ -89,7 +89,7 @@ def _check_types(source: TensorSource, names: Iterable[str]) -> None:
     if odd := [f"{name} {dtype}" for name, dtype in dtypes.items() if not _needs_no_scales(dtype)]:
         raise CheckpointError(
             "these weights are quantised, which config.json does not describe (it has no quantization_config, or one "
-            f"of other tensors): {_some(odd)}; fetch the checkpoint's own config.json and all its files again, or "
+            f"of other tensors): {_shortened(odd)}; fetch the checkpoint's own config.json and all its files again, or "
             "quantise the original again"
         )
 
@@ -411,6 +411,6 @@ def _without(base: str, item: LoadItem) -> LoadItem:
     return replace(item, pieces=layers)
 
 
-def _some(lines: list[str], most: int = 5) -> str:
+def _shortened(lines: list[str], most: int = 5) -> str:
     more = f" and {len(lines) - most} more" if len(lines) > most else ""
     return ", ".join(lines[:most]) + more

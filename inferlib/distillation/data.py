@@ -45,13 +45,13 @@ class Data:
         return Data(**{**fields, "begin": int(fields["begin"])})
 
     def batch(self, step: int, size: int, seed: int) -> np.ndarray:
-        """The rows [size, T] of a step; half of them continued ones, if there are any. See `taken`."""
+        """The rows [size, T] of a step; half of them continued ones, if there are any. See `rows_of_step`."""
         half = size // 2 if len(self.continued) else 0
-        parts = [taken(self.rows, step, size - half, seed), taken(self.continued, step, half, seed + 1)]
+        parts = [rows_of_step(self.rows, step, size - half, seed), rows_of_step(self.continued, step, half, seed + 1)]
         return np.concatenate(parts)
 
 
-def taken(rows: np.ndarray, step: int, count: int, seed: int) -> np.ndarray:
+def rows_of_step(rows: np.ndarray, step: int, count: int, seed: int) -> np.ndarray:
     """The rows of a step, `count` of them; they come in a new order whenever all were taken."""
     places = range(step * count, (step + 1) * count)
     return rows[[_order(len(rows), seed, place // len(rows))[place % len(rows)] for place in places]]

@@ -120,7 +120,8 @@ class Run:
     def save(self, state: Any) -> dict[str, Any]:
         """Write the head, in the dtype of products."""
         hf = {**self.hf, "torch_dtype": self.dtype}
-        save_head(self.out, hf, self.passes.head, cast(self.whole(state["weights"]), self.passes.head.model.dtype))
+        weights = cast(self.all_weights(state["weights"]), self.passes.head.model.dtype)
+        save_head(self.out, hf, self.passes.head, weights)
         return {}
 
     # ---- what is trained, and on what
@@ -151,7 +152,7 @@ class Run:
     def target_weights(self) -> tuple[jax.Array, ...]:
         return jax.device_put(self.files.load(self.target.model, progress=self.progress), self.loop.everywhere)
 
-    def whole(self, trained: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def all_weights(self, trained: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """All weights of the head, from those that are trained: all but `d2t`. Traceable."""
         rest, offsets = iter(trained), self.data.ids - np.arange(self.data.ids.size, dtype=np.int32)
         return tuple(jnp.asarray(offsets) if w.part == "d2t" else next(rest) for w in self.head.model.weights)
@@ -184,7 +185,7 @@ class Run:
         def local(state, target_weights, tokens):
             outputs = self.target.outputs(target_weights, tokens, ids)
             embeddings = self.target.embeddings(target_weights, tokens)
-            loss = lambda trained: test.loss(self.whole(trained), outputs, embeddings)  # noqa: E731
+            loss = lambda trained: test.loss(self.all_weights(trained), outputs, embeddings)  # noqa: E731
             gradients, metrics = lax.pmean(jax.grad(loss, has_aux=True)(state["weights"]), DATA)
             return self.loop.updated(state, gradients), metrics
 
@@ -200,7 +201,7 @@ class Run:
 
         @jax.jit
         def drafted(trained, target_weights, tokens):
-            weights = cast(self.whole(trained), dtype)
+            weights = cast(self.all_weights(trained), dtype)
             features, _ = self.target.states(target_weights, tokens)
             embeddings = self.target.embeddings(target_weights, tokens)
             chains = [x.argmax(-1) for x in self.passes.over(weights, features, embeddings, CHAIN)]

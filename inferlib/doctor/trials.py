@@ -115,7 +115,7 @@ _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 _quantize = jax.jit(quantize, static_argnums=(1, 2))
 
 
-def whole(w: jax.Array | QuantizedTensor, contracting: int) -> jax.Array:
+def dequantized_matrix(w: jax.Array | QuantizedTensor, contracting: int) -> jax.Array:
     """A weight in float32, with its inputs in one dimension."""
     if not isinstance(w, QuantizedTensor):
         return w.astype(jnp.float32)
@@ -325,7 +325,7 @@ def product(case: MxMatmul, backend: str, *, float4: bool = False) -> Trial:
     draw, parts = Draw(), (case.parts,) if case.parts > 1 else ()
     x, shape = draw.normal(case.rows, case.inputs), (case.inputs, *parts, case.outputs)
     w = draw.weight(case.scheme, *shape, contracting=0)
-    exact, as_read = whole(w, 0), w
+    exact, as_read = dequantized_matrix(w, 0), w
     if backend == "pallas_tpu":
         as_read = packed(w, case.scheme, shape, float4=float4 and case.scheme == "mxfp4")
 
@@ -356,7 +356,7 @@ def loop(case: MxMatmul) -> Trial:
         return trips(x, lambda y: jnp.einsum("ti,io->to", y, exact, precision=jax.lax.Precision.HIGHEST))
 
     as_read = packed(w, case.scheme, (case.inputs, case.inputs))
-    return Trial(kernel, oracle, (x, as_read, whole(w, 0)))
+    return Trial(kernel, oracle, (x, as_read, dequantized_matrix(w, 0)))
 
 
 def packed(
@@ -375,7 +375,7 @@ def grouped(case: GroupedMatmul, backend: str) -> Trial:
     draw, sizes = Draw(), np.asarray(case.sizes, np.int32)
     shape = case.experts, case.parts, case.inner, case.outer
     x, w = draw.normal(case.tokens * case.chosen, case.inner), draw.weight(case.scheme, *shape, contracting=2)
-    exact, as_read = whole(w, 2), w
+    exact, as_read = dequantized_matrix(w, 2), w
     if backend == "pallas_tpu" and isinstance(w, QuantizedTensor) and w.grouped:
         as_read = packed(w, case.scheme, shape, at=2)
     most = int(sizes.max())
@@ -393,7 +393,7 @@ def experts(case: ExpertMlp) -> Trial:
     """The feed-forwards of the experts that tokens choose."""
     draw, shapes = Draw(), ((case.experts, 2, case.dim, case.hidden), (case.experts, case.hidden, case.dim))
     weights = [draw.weight(case.scheme, *shape, contracting=len(shape) - 2) for shape in shapes]
-    exact = [whole(w, len(shape) - 2) for w, shape in zip(weights, shapes, strict=True)]
+    exact = [dequantized_matrix(w, len(shape) - 2) for w, shape in zip(weights, shapes, strict=True)]
     as_read = [
         packed(w, case.scheme, shape, at=len(shape) - 2) if isinstance(w, QuantizedTensor) and w.grouped else w
         for w, shape in zip(weights, shapes, strict=True)

@@ -64,4 +64,4 @@ class BoundedCache:
 
     def _first(self, s: Sequence) -> int:
         """At how many tokens a sequence that decodes is compacted first."""
-        return len(s.context) + max(self.policy.most - (len(s.context) - s.dropped), 0)
+        return len(s.context) + max(self.policy.compacts_at - (len(s.context) - s.dropped), 0)

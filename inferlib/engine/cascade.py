@@ -40,10 +40,10 @@ def shared_prefixes(sequences: SequenceOf[Sequence]) -> list[Prefix]:
         if s.pages:
             by_page[s.pages[0]].append(s)
     groups = (members for members in by_page.values() if len(members) > 1)
-    return [prefix for members in groups for prefix in _best(members)]
+    return [prefix for members in groups for prefix in _best_prefixes(members)]
 
 
-def _best(members: list[Sequence]) -> list[Prefix]:
+def _best_prefixes(members: list[Sequence]) -> list[Prefix]:
     """For sequences that share their first page: the prefix of all of them, or longer ones of some, if those save
     more."""
     lists = [s.pages for s in members]
@@ -53,7 +53,7 @@ def _best(members: list[Sequence]) -> list[Prefix]:
     for s in members:
         if len(s.pages) > common:
             by_page[s.pages[common]].append(s)
-    parts = [prefix for group in by_page.values() if len(group) > 1 for prefix in _best(group)]
+    parts = [prefix for group in by_page.values() if len(group) > 1 for prefix in _best_prefixes(group)]
     return parts if sum(part.saved for part in parts) > whole.saved else [whole]
 
 

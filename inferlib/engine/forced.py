@@ -19,10 +19,10 @@ def forced_tokens(sequences: list[Sequence]) -> dict[Sequence, list[int]]:
     """
     if any(s.params.logits_processors for s in sequences):
         return {}
-    return {s: _behind(s, s.constraint.forced()) for s in sequences if s.constraint is not None}
+    return {s: _behind_in_flight(s, s.constraint.forced()) for s in sequences if s.constraint is not None}
 
 
-def _behind(s: Sequence, forced: list[int]) -> list[int]:
+def _behind_in_flight(s: Sequence, forced: list[int]) -> list[int]:
     in_flight = 1 + len(s.drafts) if s.scheduled > len(s.tokens) else 0
     return forced[in_flight:]
 

@@ -35,7 +35,7 @@ class HostArray:
         lay_out = None
         if of_layout and not _usual(place.layout, x.ndim):
             usual = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            lay_out = jax.jit(_same, out_shardings=place).lower(usual).compile()
+            lay_out = jax.jit(_identity, out_shardings=place).lower(usual).compile()
         return HostArray(x.shape, sharding if isinstance(sharding, NamedSharding) else None, shards, lay_out)
 
     def to_devices(self) -> jax.Array:
@@ -69,5 +69,5 @@ def _usual(layout: Any, dims: int) -> bool:
     return not layout.tiling and layout.major_to_minor == tuple(range(dims))
 
 
-def _same(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     return x

@@ -72,7 +72,7 @@ class PageSource(ABC):
         if len(nodes) < fetch.first:
             return match, []
         *pages, (content, source) = fetch.pages[len(nodes) - fetch.first :] or fetch.pages[-1:]
-        page, self._rows[s.row] = self._parts(content)
+        page, self._rows[s.row] = self._split_place(content)
         for _, of_page in pages:
             self.hit_tokens[of_page] += self.page
         contents = [content for content, _ in pages]
@@ -81,7 +81,7 @@ class PageSource(ABC):
             contents.append(page)
         return Resumed(nodes, None, fetch.place, serves=fetch.place), contents
 
-    def _parts(self, place: Any) -> tuple[Any, Any]:
+    def _split_place(self, place: Any) -> tuple[Any, Any]:
         """The page of a place, and what its row gets."""
         raise NotImplementedError
 

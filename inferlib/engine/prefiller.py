@@ -165,7 +165,7 @@ class Prefiller(PageSource):
         self._thread.post(partial(self._add, twin_of(s, tokens), Job(fetch, s)))
         return fetch
 
-    def _parts(self, place: Handed) -> tuple[Handed, Handed]:
+    def _split_place(self, place: Handed) -> tuple[Handed, Handed]:
         return self._handover.parts(place)
 
     def _end(self, fetch: Fetch) -> None:

@@ -88,7 +88,7 @@ class ReplicaPages:
     def start(self, s: Sequence, match: Match) -> tuple[int, int] | None:
         """Give a sequence that begins with a match the pages of its context. Returns the page to copy, and the one to
         copy it to, if part of a page is to be copied."""
-        nodes, copied, parts = match.nodes, match.part, self._parts(match)
+        nodes, copied, parts = match.nodes, match.part, self._parting_position(match)
         if self.tree is not None:
             self.tree.refer(nodes)
             if copied is not None:
@@ -176,7 +176,7 @@ class ReplicaPages:
                 return replace(resumed, awaited=match.nodes[-1])
         return resumed
 
-    def _parts(self, match: Match) -> int:
+    def _parting_position(self, match: Match) -> int:
         """The position at which a sequence parts from others that go on behind its snapshot; 0 if it does not."""
         if self.tree is None or not isinstance(match, Resumed) or match.tokens == match.whole.tokens:
             return 0

@@ -154,7 +154,7 @@ class Scheduler:
         self._repeats = 0
         sequence.order = self._arrivals + LEAD * sequence.priority
         self._arrivals += 1
-        sequence.bound = None if self.bounded is None else self.bounded.policy.most
+        sequence.bound = None if self.bounded is None else self.bounded.policy.compacts_at
         insort(self.waiting, sequence, key=_order)
 
     def cancel(self, sequence: Sequence) -> None:

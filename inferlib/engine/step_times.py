@@ -47,7 +47,7 @@ def step_keys(config: EngineConfig, mode: Mode) -> tuple[ProgramKey, dict[Shape,
 def full_length(config: EngineConfig, plan: CachePlan) -> int:
     """Positions of each row if rows share out the cache."""
     each = plan.pages // config.shards.replicas * plan.page // config.rows
-    most = config.limits[-1] if config.compacted is None else config.compacted.most
+    most = config.limits[-1] if config.compacted is None else config.compacted.compacts_at
     return max(1, min(each, most) - config.decode_steps - 1)
 
 

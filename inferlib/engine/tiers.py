@@ -262,7 +262,7 @@ class Tiers(PageSource):
                 return Fetch(first, keys, place=place.tokens)
         return Fetch(len(match.nodes))
 
-    def _parts(self, place: Page) -> tuple[Page, Page]:
+    def _split_place(self, place: Page) -> tuple[Page, Page]:
         assert self.places is not None
         return self.places.parts(place)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.distillation.data import taken
+from inferlib.distillation.data import rows_of_step
 from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_run
 from inferlib.distillation.settings import TrainingSettings
 from inferlib.finetuning.losses import cross_entropy, divergence
@@ -165,7 +165,7 @@ class Run:
         state, entries = self.loop.run(
             self.loop.first_state(first),
             lambda state, rows: self.step(state, scales, self.teacher_weights, rows),
-            lambda number: taken(self.rows.training, number, settings.batch, settings.seed),
+            lambda number: rows_of_step(self.rows.training, number, settings.batch, settings.seed),
             lambda state: {"held_out": self.measure(state["weights"], scales)},
         )
         result = FinetuneResult(before, entries[-1]["held_out"])

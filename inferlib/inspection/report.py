@@ -418,7 +418,7 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     for model, _, seen, times in _passes(programs, key):
         most = None
         if sparse is not None and model is programs.model:  # a model that drafts attends in full
-            most = sparse.most(programs.config.max_len, seen.limit) * BLOCK
+            most = sparse.max_blocks(programs.config.max_len, seen.limit) * BLOCK
         total += times * _flops_of(model, shards, seen, most)
     return total
 

@@ -172,7 +172,7 @@ class CachePolicy:
             )
 
     @property
-    def most(self) -> int:
+    def compacts_at(self) -> int:
         """Positions of a row that decodes at which it is compacted."""
         return self.budget + self.interval
 
@@ -189,7 +189,7 @@ class CachePolicy:
     def bound(self, max_len: int, tile: int) -> int | None:
         """Most cells of a row of up to `max_len` tokens whose prompt is compacted after `tile` tokens more than the
         budget; None if no row is ever compacted."""
-        return min(max_len, self.budget + max(self.interval, tile)) if self.most < max_len else None
+        return min(max_len, self.budget + max(self.interval, tile)) if self.compacts_at < max_len else None
 
     @staticmethod
     def read(value: Any) -> CachePolicy | None:

@@ -112,15 +112,15 @@ def _in_order(
     # A constant if it is small: computing it would take another kernel.
     pairs = (np if ids.size <= 1024 else jnp).arange(ids.size, dtype=np.int32)
     token = (
-        taken(jnp.asarray(pairs // chosen), order)
+        take_in_bounds(jnp.asarray(pairs // chosen), order)
         if numbers is None
-        else taken(numbers, lax.div(order, jnp.int32(chosen)))
+        else take_in_bounds(numbers, lax.div(order, jnp.int32(chosen)))
     )
     sizes = jnp.sum(ids == jnp.arange(groups, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-    return GroupOrder(token, lax.rem(order, jnp.int32(chosen)), taken(ids, order), places, sizes)
+    return GroupOrder(token, lax.rem(order, jnp.int32(chosen)), take_in_bounds(ids, order), places, sizes)
 
 
-def taken(x: jax.Array, indices: jax.Array) -> jax.Array:
+def take_in_bounds(x: jax.Array, indices: jax.Array) -> jax.Array:
     """x[indices] for indices that are in bounds and not negative. The operations that would wrap negative ones would
     make every layer take longer to compile for GPUs."""
     return x.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -66,7 +66,7 @@ class SparsePrefill:
     def __str__(self) -> str:
         return f"{self.method}:{self.threshold:g}:{self.share:g}"
 
-    def most(self, max_len: int, slots: int) -> int:
+    def max_blocks(self, max_len: int, slots: int) -> int:
         """The most blocks of a list, for sequences of up to max_len tokens and a cache of so many slots a row. The same
         for all lengths of the cache, so that a row's lists do not depend on the rows beside it."""
         return min(max(math.ceil(self.share * blocks_in(max_len)), LEAST), blocks_in(slots))

@@ -317,7 +317,7 @@ class Deployed:
     def cells(self, position: float) -> float:
         """How many cells a row of so many tokens has while it decodes, on average."""
         policy = self.cache_policy
-        return position if policy is None or position < policy.most else policy.budget + policy.interval / 2
+        return position if policy is None or position < policy.compacts_at else policy.budget + policy.interval / 2
 
     def compaction(self, rows: int, max_len: int, chunk: int) -> float:
         """Seconds of a decode step's share of compacting rows: each reads its pages and writes its budget of cells once

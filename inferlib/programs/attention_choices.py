@@ -96,7 +96,7 @@ def _choose_prefill(
             q = _array((chunks, chunk // devices, kv_heads, heads.queries, size), model.dtype)
             cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.sparse_prefill, None
             if sparse is not None and spec.reach is None:
-                listed = sparse_prefill.shape_of_list(q, sparse.most(config.max_len, cache.slots))
+                listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(config.max_len, cache.slots))
             yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed)
 
 

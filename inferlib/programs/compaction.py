@@ -70,7 +70,7 @@ def compact_rows(
     """The cache's arrays of pages, of these logical axes, and the rows' state, after rows were compacted.
 
     queries: arrays of the rows' newest queries. entries: of `Compact`, see `packed`. A row that decodes stays as it is
-    unless it has `CachePolicy.most` cells.
+    unless it has `CachePolicy.compacts_at` cells.
     """
 
     def local(arrays: tuple[Arrays, RowState], queries: Arrays, entries: jax.Array) -> tuple[Arrays, RowState]:
@@ -110,7 +110,7 @@ class _Rows(NamedTuple):
         (cache, state), policy, (row, cells) = arrays, self.how.policy, entries.T
         assert state.dropped is not None
         length, pages, rows = state.length[row], state.pages[row], state.length.size
-        due = (row < rows) & ((cells > 0) | (state.active[row] & (length >= policy.most)))
+        due = (row < rows) & ((cells > 0) | (state.active[row] & (length >= policy.compacts_at)))
         count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, rows)
         rest, new = zip(cache, self.names, strict=True), []
         for number, keys in enumerate(self.how.keys):

@@ -57,4 +57,4 @@ class ProgramContext:
         """The rows, of which those are inactive that wait for their cache to be compacted."""
         if (policy := self.config.compacted) is None:
             return rows
-        return rows._replace(active=rows.active & (rows.length < policy.most))
+        return rows._replace(active=rows.active & (rows.length < policy.compacts_at))

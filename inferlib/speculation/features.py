@@ -79,7 +79,7 @@ class FeatureDrafter:
         rows, hidden = _pending(step.rows)
         batch = step.batch._replace(
             chunk_tokens=jnp.maximum(step.following, 0),
-            chunk_lengths=tools.shards.sum(jnp.sum(_known(step, tools.shards), axis=1), axes.TOKENS),
+            chunk_lengths=tools.shards.sum(jnp.sum(_has_known_successor(step, tools.shards), axis=1), axes.TOKENS),
             decode_tokens=rows.decode_tokens,
             decode_lengths=rows.decode_lengths,
             decode_counts=rows.decode_counts,
@@ -139,7 +139,7 @@ def _stored(rows: DraftRows, features: jax.Array, counts: jax.Array | None) -> P
     return Pending(rows.pending.features.at[:, : features.shape[1]].set(features), rows.lengths)
 
 
-def _known(step: Followed, shards: Shards) -> jax.Array:
+def _has_known_successor(step: Followed, shards: Shards) -> jax.Array:
     """[P, C] of which tokens of chunks the next one is known."""
     stripe, width = shards.stripe(axes.TOKENS), step.following.shape[1]
     at = stripe.index + stripe.count * jnp.arange(width)

@@ -39,12 +39,12 @@ class RecurrentDraftModel(DraftModel):
         )
         caches = _settled(tools, batch, tools.module(tools.context(batch), caches))
         ends = step.batch.chunk_starts + step.batch.chunk_lengths
-        return AfterStep(caches, _behind(step.rows), Pending(None, ends))
+        return AfterStep(caches, _without_features(step.rows), Pending(None, ends))
 
     def pending(
         self, tools: DraftTools, rows: DraftRows, features: jax.Array | None, counts: jax.Array
     ) -> Pending | None:
-        return _behind(rows)
+        return _without_features(rows)
 
     def begin(self, tools: DraftTools, caches: Caches, rows: DraftRows) -> tuple[jax.Array, Caches]:
         batch = _pending(rows, tools.most)
@@ -65,7 +65,7 @@ def _pending(rows: DraftRows, most: int) -> StepBatch:
     return StepBatch.of_rows(rolled(tokens, counts), jnp.where(runs, rows.lengths + 1, 0), counts)
 
 
-def _behind(rows: DraftRows) -> Pending:
+def _without_features(rows: DraftRows) -> Pending:
     """No pending features; each row that runs is done up to its last token."""
     assert rows.pending is not None
     return Pending(None, jnp.where(rows.room > 0, rows.lengths + 1, rows.pending.first))

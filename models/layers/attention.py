@@ -360,7 +360,7 @@ class GroupedStep:
         q = jax.ShapeDtypeStruct((*shape, *self.queries.shape[1:]), self.queries.dtype) if math.prod(shape) else None
         sparse, listed = self.sparse, None
         if sparse is not None and q is not None:
-            listed = sparse_prefill.shape_of_list(q, sparse.most(self.ctx.max_len, cells.slots))
+            listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(self.ctx.max_len, cells.slots))
         return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention, q, listed=listed)
 
     @property
@@ -379,7 +379,7 @@ class GroupedStep:
         listed = None
         if (sparse := self.sparse) is not None:
             places_of = places.rows, numbers, ctx.batch.chunk_lengths[which]
-            most = sparse.most(ctx.max_len, cells.slots)
+            most = sparse.max_blocks(ctx.max_len, cells.slots)
             listed = sparse_prefill.block_list(queries, cells, *places_of, options, sparse, most)
         out = prefill_attention.prefill_attention(
             queries, cells, places.rows, numbers, options, listed=listed, backend=backend

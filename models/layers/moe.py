@@ -22,7 +22,7 @@ from inferlib.models.layout import Layout
 from inferlib.ops import expert_mlp as mlp_op
 from inferlib.ops import grouped_matmul as grouped_op
 from inferlib.ops.expert_mlp import ExpertWeights, expert_mlp
-from inferlib.ops.group_order import GroupOrder, group_order, taken
+from inferlib.ops.group_order import GroupOrder, group_order, take_in_bounds
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.segment_sum import TILE, Segments, segment_sum
@@ -213,7 +213,7 @@ class Experts(nnx.Module):
             scales = weights[order.tokens, order.choices] if self.spec.scale_input else None
             sorted_outputs = self._by_expert(x, order.tokens, order, scales, ctx, layer)
             # Back in the order of tokens, so that a token's sum does not depend on other tokens.
-            outputs = [taken(sorted_outputs, places) for places in order.places]
+            outputs = [take_in_bounds(sorted_outputs, places) for places in order.places]
         if not self.spec.scale_input:
             outputs = [y * weights[:, i, None] for i, y in enumerate(outputs)]
         total: Any = sum(

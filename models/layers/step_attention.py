@@ -175,7 +175,7 @@ def attend_chunks(step: LayerStep, cache: LayerCache, plan: StepPlan) -> list[At
 
 def limit_of(ctx: StepContext, stripe: Stripe) -> int | None:
     """The static limit of the step in positions of one device; no such position reaches it."""
-    return ctx.limit and stripe.most(ctx.limit)
+    return ctx.limit and stripe.max_positions(ctx.limit)
 
 
 def _around_ring(step: LayerStep, cache: LayerCache, plan: StepPlan) -> jax.Array:

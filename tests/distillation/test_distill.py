@@ -123,7 +123,7 @@ def test_the_step_compiles_once(model, texts, whole):
 def test_a_head_begins_with_features_of_size_one(model, texts, whole):
     """Whatever sizes the target's hidden states have, here much more than 1."""
     run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
-    weights = run.whole(run.first_state()["weights"])
+    weights = run.all_weights(run.first_state()["weights"])
     features, _ = run.target.states(run.target_weights, jax.numpy.asarray(run.data.rows[:2]))
     fused = run.passes.begin(weights, features).hidden
     assert np.sqrt(np.mean(np.square(features))) > 3

@@ -217,9 +217,9 @@ def test_options():
         for value in values:
             with pytest.raises(ValueError, match=message):
                 SparsePrefill.read(value)
-    assert SparsePrefill("mean", 0.9).most(32768, 32768) == 64
-    assert SparsePrefill("mean", 0.9).most(32768, 1024) == 8
-    assert SparsePrefill("mean", 0.9, 0.01).most(1024, 1024) == 3
+    assert SparsePrefill("mean", 0.9).max_blocks(32768, 32768) == 64
+    assert SparsePrefill("mean", 0.9).max_blocks(32768, 1024) == 8
+    assert SparsePrefill("mean", 0.9, 0.01).max_blocks(1024, 1024) == 3
 
 
 def test_kernels_without_lists_are_not_chosen():

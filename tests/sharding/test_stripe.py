@@ -45,7 +45,7 @@ def test_shares_merge_to_the_whole(count, window, ring):
     starts, lengths = np.array([0, 12, 24]), np.array([1, 2, 3, 11, 12, 13, 30])
     history = rng.normal(size=(2, len(lengths), KV, TOTAL, SIZE)).astype(np.float32)
     options = dict(scale=SCALE, softcap=2.0)
-    slots = Stripe(count).most(12 + width if ring else TOTAL)
+    slots = Stripe(count).max_positions(12 + width if ring else TOTAL)
     stripes = [Stripe(count, index) for index in range(count)]
 
     q = rng.normal(size=(len(starts), width, KV, GROUP, SIZE)).astype(np.float32)
@@ -56,7 +56,7 @@ def test_shares_merge_to_the_whole(count, window, ring):
     parts = []
     for stripe in stripes:
         share = share_of(history, stripe, firsts, starts + width, slots, ring=ring)
-        local = dict(window=stripe.window(positions, window), ring=ring, limit=stripe.most(36))
+        local = dict(window=stripe.window(positions, window), ring=ring, limit=stripe.max_positions(36))
         parts.append(attend(q, *share, rows, stripe.number(positions), **local))
     np.testing.assert_allclose(merged(parts), want, rtol=0, atol=TOLERANCE)
 
@@ -67,7 +67,7 @@ def test_shares_merge_to_the_whole(count, window, ring):
     want, _ = jax.jit(partial(decode_attention, window=window, **options))(q, *history, lengths)
     shares = [share_of(history, stripe, firsts, lengths, slots, ring=ring) for stripe in stripes]
     for kernel in (decode_attention, on_decode_kernel(decode_attention_gpu.decode_attention, interpret=True)):
-        local = dict(window=stripes[0].window(last, window), ring=ring, limit=stripes[0].most(30))
+        local = dict(window=stripes[0].window(last, window), ring=ring, limit=stripes[0].max_positions(30))
         attend = jax.jit(partial(kernel, **options, **local))
         parts = [attend(q, *share, stripe.number(last) + 1) for share, stripe in zip(shares, stripes, strict=True)]
         np.testing.assert_allclose(merged(parts), want, rtol=0, atol=TOLERANCE)
