@@ -136,6 +136,13 @@ class EngineArguments:
             help="Of models whose tokens leave a loop early: rows of one batch are at different steps of it.",
         ),
     ] = False
+    depthwise_quorum: Annotated[
+        int | None,
+        typer.Option(
+            help="With --depthwise-batching: so many rows wait before the rest of the model runs for them; by default "
+            "as many as should cost least."
+        ),
+    ] = None
     compile_cache: Annotated[
         Path | None,
         typer.Option(
@@ -156,6 +163,14 @@ class EngineArguments:
         if len(set(names)) < len(names):
             raise ValueError(f"--adapters has a name twice: {', '.join(names)[:100]}")
         return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}
+
+    def depthwise(self) -> bool | int:
+        """The option `depthwise_batching` of `LLM`. Raises ValueError."""
+        if self.depthwise_quorum is None:
+            return self.depthwise_batching
+        if not self.depthwise_batching:
+            raise ValueError("--depthwise-quorum is for --depthwise-batching: give both")
+        return self.depthwise_quorum
 
     def prefilling(self) -> list[int] | None:
         """The numbers of `prefill_devices`. Raises ValueError."""
@@ -416,6 +431,8 @@ def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArgum
     with user_errors():
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
         options |= {"adapters": engine.named_adapters(), "prefill_devices": engine.prefilling()}
+        options["depthwise_batching"] = engine.depthwise()
+        del options["depthwise_quorum"]
         return LLM(model.model, revision=model.revision, generation_config=model.generation_config, **options)
 
 

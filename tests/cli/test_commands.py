@@ -131,6 +131,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --attention-pages quest:8 --sparse-prefill mean:0.9 --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB
         --cache-policy knorm:64 --depth 2 --exit-threshold 0.03 --prefill-devices 1,2 --adapters sql=a,mail=b
         --adapter mail --max-adapters 1 --max-adapter-rank 32 --depthwise-batching
+        --depthwise-quorum 3
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
     assert Recorder.seen == {
@@ -159,7 +160,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "adapters": {"sql": "a", "mail": "b"},
         "max_adapters": 1,
         "max_adapter_rank": 32,
-        "depthwise_batching": True,
+        "depthwise_batching": 3,
         "compile_cache": None,
         "parallel": "tp=2",
         "artifacts": Path("compiled"),
