@@ -115,7 +115,7 @@ def _add_up(shape, share, layout):
     returns the sum over devices, [share] float32."""
     devices, tokens, width = shape
     row_bytes, line_bytes, lines = 2 * width, 2 * LINE, share // LINE
-    box_bytes = tokens * row_bytes  # of one sender
+    box_bytes = tokens * row_bytes  # bytes of one sender's box
     result = plgpu.ShapeDtypeStruct((share,), jnp.float32, layout=layout)
 
     @_inline(arg_types=(plgpu.RefType(),) * 4, return_type=result)
@@ -210,7 +210,7 @@ def _total(groups, layout):
         for distance in (16, 8, 4, 2, 1):
             value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
         warp = arith.divui(gpu.thread_id(gpu.Dimension.x), arith.constant(index, 32))
-        memref.store(value, scratch, [warp])  # the same from all lanes
+        memref.store(value, scratch, [warp])  # all lanes store the same value
         gpu.barrier()
         value = memref.load(scratch, [arith.constant(index, 0)])
         for k in range(1, warps):

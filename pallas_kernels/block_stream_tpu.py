@@ -19,7 +19,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
-MOST_COMPARED = 4  # up to so many blocks of a row are counted without a division
+MOST_COMPARED = 4  # most blocks of a row that are counted without a division
 SCALARS = 3  # the scalars of `BlockStream.state`
 
 

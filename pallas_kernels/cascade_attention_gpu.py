@@ -115,4 +115,4 @@ def _merge_kernel(
     out = weighted(parts_ref, (part[:, None],), lses, weights)
     out = (out + weighted(tiles_ref, (tiles[:, None], at), tile_lses, tile_weights)) / total
     plgpu.store(out_ref.at[at_columns], out.astype(out_ref.dtype), mask=at_columns < size)
-    plgpu.store(lse_ref, top + jnp.log(total))  # the same from each tile
+    plgpu.store(lse_ref, top + jnp.log(total))  # each tile stores the same values

@@ -50,7 +50,7 @@ def _kernel(logits_ref, correction_ref, experts_ref, weights_ref, *, score, reno
         ranks = ranks + plgpu.load(correction_ref.at[number], mask=real, other=0.0)
     slots = jnp.arange(pl.next_power_of_2(count))
     experts, weights, taken = jnp.zeros_like(slots), jnp.zeros(slots.shape, jnp.float32), ~real
-    for i in range(count):  # the best that is left, the first of equals
+    for i in range(count):  # takes the best expert that is left, and the first one of equals
         best = jnp.max(jnp.where(taken, -jnp.inf, ranks))
         expert = jnp.min(jnp.where((ranks >= best) & ~taken, number, total - 1))
         weight = jnp.sum(jnp.where(number == expert, scores, 0.0))

@@ -22,7 +22,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import LANES, div
 from inferlib.pallas_kernels.cell_write_tpu import quantised, tile_of
 from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
 
-MOST_BYTES = 1 << 20  # of a grid step's new cells, for one array in float32
+MOST_BYTES = 1 << 20  # most bytes of a grid step's new cells, for one array in float32
 
 
 def unsupported(cache: Sequence[Shaped], width: int, *, ring: bool) -> str | None:

@@ -288,7 +288,7 @@ def _around(devices: int, axis: str, ring: Sequence[int] | None) -> np.ndarray:
     return np.stack([order[(places - steps) % devices], order[(places + steps) % devices]], axis=1)
 
 
-# ---- parts of both kernels
+# ---- parts that both kernels use
 
 
 class _Weights:

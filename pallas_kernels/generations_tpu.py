@@ -13,14 +13,14 @@ from contextvars import ContextVar
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 VMEM_BYTES = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "v7x": 64 << 20}  # of a core
-# What XLA sets aside of it for the operation that runs.
+# The part of `VMEM_BYTES` that XLA sets aside for the operation that runs.
 SCRATCH_BYTES = {"v4": 16 << 20, "v5e": 16 << 20, "v5p": 16 << 20, "v6e": 32 << 20, "v7x": 32 << 20}
 FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
-# What matrix units multiply faster than bfloat16, which holds the same numbers exactly.
+# Types that matrix units multiply faster than bfloat16. bfloat16 holds their numbers exactly.
 _EIGHT_BITS = {"v5e": "int8", "v5p": "int8", "v6e": "int8", "v7x": "float8_e4m3fn"}
 _WITHOUT_FLOAT8 = ("v4",)  # generations whose matrix unit takes no 8-bit floats
 _WIDE_INT4 = ("v4",)  # generations that hold 4-bit integers in bytes on chip
-_USUAL_VMEM_BYTES = 64 << 20  # kernels' sizes are chosen for so many
+_USUAL_VMEM_BYTES = 64 << 20  # the on-chip memory that kernels' sizes are chosen for
 
 _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 

@@ -33,7 +33,7 @@ MARGIN_BYTES = 8 << 20  # of VMEM, left to the compiler
 SPARE_BYTES = 8 << 20  # of VMEM, left to XLA beside rows and results
 WEIGHT_BYTES = 8 << 20  # largest block of weights: the larger it is, the fewer times x is read
 ROWS = 1024
-FAST_ROWS = 1536  # where memory is fast and products are tall: with more rows, fewer groups continue in the next tile
+FAST_ROWS = 1536  # of a tile, with fast memory and tall products: more rows let fewer groups continue in the next tile
 SMALL_HEIGHT = 32  # rows of a product of small groups
 HIGH = 128  # rows of a product of other groups
 TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS; higher ones take the compiler longer
@@ -103,7 +103,7 @@ def default_blocks(x: Shaped, w: Stored) -> Blocks:
     quantised = isinstance(w, Weight)
     height, tail = _heights(rows, groups, quantised)
     columns = _columns(w, WIDEST if quantised and height > SMALL_HEIGHT else outer)
-    # Other generations convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
+    # Generations without float4 convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
     once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT
     if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
         # Most groups of random size, with the rows before them in their first sublanes, then fit one product.
@@ -115,7 +115,7 @@ def default_blocks(x: Shaped, w: Stored) -> Blocks:
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
     if once and generation() in FLOAT4:
         choices[1:1] = [replace(choices[0], buffers=2)]
-    if once and generation() not in (*NARROW, *FLOAT4):  # the others gain little by it, or take long to compile it
+    if once and generation() not in (*NARROW, *FLOAT4):  # others gain little by it, or compile it slowly
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
     chosen = _first_that_fits((*choices, Blocks(rows, columns, least, least, 2)), x, w)
     # If rows and results fit on chip beside the kernel, they are neither written to memory nor read. That is worth more

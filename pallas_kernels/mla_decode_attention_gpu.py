@@ -23,8 +23,8 @@ from inferlib.attention_values import LatentCache, NewCells, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
-PROGRAMS = 2 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
-MOST_SHARES = 128  # of a row
+PROGRAMS = 2 * 132  # programs that are resident at once with these tiles, on the 132 SMs of an H100 or H200
+MOST_SHARES = 128  # most shares of a row
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -135,7 +135,7 @@ def _call(
     cells, (_, table) = [page_specs(x, pages, 2, None)[0] for x in (latents, keys)], page_specs(latents, pages, 2, None)
     return pl.pallas_call(
         kernel,
-        # Programs of the same positions are neighbours: the first of them reads for all.
+        # Programs of the same positions are neighbours: the first one reads the cells, the others find them in L2.
         grid=grid,
         in_specs=[
             pl.BlockSpec((rows,), lambda t, s, b: (0,)),
@@ -199,7 +199,7 @@ def _kernel(
     )
     length, _, start, stop = share_of(lengths_ref, row, split, **dealing)
     page = cells.page(start)
-    end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # of what is read from the cache
+    end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # end of the reads
 
     acc = jnp.zeros((chosen.heads, rank), jnp.float32)
     top, total = jnp.full(heads.shape, -jnp.inf, jnp.float32), jnp.zeros(heads.shape, jnp.float32)
@@ -233,7 +233,7 @@ def _kernel(
     acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(end - start, block), step, (acc, top, total, *page))
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
-    # The merge passes over the outputs of empty shares.
+    # The merge skips the outputs of empty shares.
     stored = real if splits == 1 else real & (start < stop)
     plgpu.store(out_ref.at[heads[:, None], columns[None]], out, mask=stored[:, None])
     plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=real)

@@ -25,8 +25,8 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
-TOGETHER = 2  # so many edges are computed in one go while that many are left
-MOST_QUERIES = 1024  # of a row, heads times tokens
+TOGETHER = 2  # edges that are computed in one go, while at least as many are left
+MOST_QUERIES = 1024  # most queries of a row, heads times tokens
 VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
 SMEM_BYTES = 512 << 10  # of 1 MiB
 
@@ -142,7 +142,7 @@ def mla_decode_attention(
     width = queries * heads
     chosen = _chosen(blocks, width, latents, keys, cache.columns)
     q, rotary = _spread(q.reshape(rows, width, -1), latents, keys)
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
+    if not interpret:  # otherwise XLA would bring a small cache to VMEM
         latents, keys = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (latents, keys))
     scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1))
     if cache.pages is not None:
@@ -193,7 +193,7 @@ def _call(
             jax.ShapeDtypeStruct((rows, width, rank), dtype),
             jax.ShapeDtypeStruct((rows, lines, LANES), jnp.float32),
         ],
-        # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
+        # Checks triple the work of starting a copy; `start_copy` and `length_of` keep them in bounds.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,

@@ -27,12 +27,12 @@ from inferlib.pallas_kernels.generations_tpu import by_vmem, generation, vmem_li
 from inferlib.pallas_kernels.tile_stream_tpu import STATE, TileStream
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-# A maximum starts higher than masked logits, so that they weigh nothing even alone.
+# A maximum starts above masked logits, so that their weights are 0 even where all logits are masked.
 LOWEST = -0.3 * float(jnp.finfo(jnp.float32).max)
 BUFFERS = 2  # of blocks: one in use, one being copied
 TOGETHER = 2  # heads that are expanded in one product, which fill a matrix unit of 256
 MOST_TILE, MOST_HEADS = 512, 8  # tokens and heads of a step
-NARROW = ("v4", "v5e", "v5p")  # their products take longer, so that half the heads are as good, with half the code
+NARROW = ("v4", "v5e", "v5p")  # their products take longer: half the heads are as fast, with half the code
 VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
 SMEM_BYTES = 512 << 10  # of 1 MiB
 
@@ -170,7 +170,7 @@ def mla_prefill_attention(
     capacity = capacity if cache.limit is None else min(capacity, cache.limit)
     layers = cache.layer_or_first, 0 if expansion.layer is None else expansion.layer
     scalars = _scalars(cache, rows, positions, layers, capacity, blocks)
-    if not interpret:  # or XLA would bring a small cache or stack to VMEM whole
+    if not interpret:  # otherwise XLA would bring a small cache or stack to VMEM
         k, v, *arrays = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *arrays))
     q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, _depth(size) - size),)), (2, 0, 1, 3))
     inputs = _Inputs(q, positions.astype(jnp.int32)[:, None], k, v, tuple(arrays))
@@ -202,7 +202,7 @@ def _cost(inputs: _Inputs, size: int, capacity: int, blocks: Blocks) -> pl.CostE
     """size: numbers n + r of a query."""
     (heads, chunks, width, _), (nope, rank), value = inputs.q.shape, inputs.k.shape[-2:], inputs.v.shape[-1]
     tiles, groups, cell = pl.cdiv(width, blocks.queries), heads // blocks.heads, rank + size - nope
-    seen = max(capacity - width // 2, 1)  # by a query; the most, of full chunks
+    seen = max(capacity - width // 2, 1)  # most that a query sees, in full chunks
     pairs, expanded = chunks * width * heads * seen, chunks * tiles * heads * seen
     moved = 2 * inputs.q.size + chunks * groups * (tiles * seen * cell + blocks.heads * rank * (nope + value))
     return pl.CostEstimate(
@@ -248,7 +248,7 @@ def _call(
             jax.ShapeDtypeStruct((chunks, width, heads * value), inputs.q.dtype),
             jax.ShapeDtypeStruct((chunks, groups, step, width), jnp.float32),
         ],
-        # Checks triple what it takes to start a copy; `TileStream` and `lasts` keep them in bounds.
+        # Checks triple the work of starting a copy; `TileStream` and `lasts` keep them in bounds.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3,
             disable_bounds_checks=True,

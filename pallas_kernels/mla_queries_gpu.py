@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-ROWS = 16  # of a tile of the tensor cores; the kernel takes at most so many
+ROWS = 16  # rows of a tile of the tensor cores, and the most that the kernel takes
 COLUMNS = 64  # dimensions of the latents that a program computes
 
 

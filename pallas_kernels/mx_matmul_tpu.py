@@ -30,11 +30,11 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
 )
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-ROWS = 16  # of a tile of bfloat16
+ROWS = 16  # rows of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
-SCRATCH_BYTES = 14 << 20  # that every call may use
-X_ELEMENTS = 1 << 22  # of x at a time
-STEP_BYTES = 768 << 10  # memory brings so many in about twice the time that a step adds, on v5e, v6e and v7x
+SCRATCH_BYTES = 14 << 20  # on-chip memory that every call may use
+X_ELEMENTS = 1 << 22  # most elements of x on chip at a time
+STEP_BYTES = 768 << 10  # read in about twice the time that a step adds, on v5e, v6e and v7x
 RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
 
 

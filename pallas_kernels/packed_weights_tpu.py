@@ -39,7 +39,7 @@ STEP, TALL_STEP = 4096, 2048
 ELEMENTS = 1 << 22  # most elements unpacked in one iteration
 PERMUTED = 512  # rows that are permuted in one iteration
 UNPACKED = LANES  # columns that are unpacked together if products come later
-_TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
+_TOP = 27  # exponent (5 bits) of a column's largest scale, chosen so that 6.0 times it is finite
 _MIDDLE = 14  # the exponent of 0.5 in e5m2
 
 
@@ -140,7 +140,7 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
-    float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
+    float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # exponent and mantissa of 0.5, 1, 1.5, ...
     nibbles = jnp.where(codes & 7 == 0, 7, (float_ ^ 1) - 1 | codes & 8).astype(jnp.uint32)
     nibbles = rearrange(nibbles, "... (group block half r) n -> ... group block half r n", block=4, half=2, r=16)
     starts = jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None]
@@ -415,7 +415,7 @@ def _bytes(value: int) -> np.int32:
 
 def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
     """The first or the second inputs of each byte as e5m2; see `pack_mxfp4`."""
-    # By lax, as a kernel has thousands of these and jnp takes five times as long to trace them.
+    # lax instead of jnp: a kernel has thousands of these, and jnp takes five times as long to trace them.
     if half:
         magnitude = lax.bitwise_and(lax.shift_right_logical(word, np.int32(3)), _bytes(0x0E))
         word = lax.bitwise_or(magnitude, lax.bitwise_and(lax.shift_left(word, np.int32(7)), _bytes(0x80)))

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-TILE = 128  # columns of a program of 4 warps, or of 8 in `added`, which reads the most: 4 took 0.3 us more there
+TILE = 128  # columns of a program. It has 4 warps; 8 in `added`, which reads most (4 took 0.3 us more)
 
 
 def summed(

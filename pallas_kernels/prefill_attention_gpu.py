@@ -25,8 +25,8 @@ from inferlib.pallas_kernels.decode_attention_gpu import capped, merge, power_of
 LOG2E = math.log2(math.e)
 NOTHING = -1e30  # the largest logit of a query that has seen none: unlike -inf, it can be subtracted from -inf
 SMALLEST = 16  # positions of a block, and rows of a tile, that tensor cores take
-PROGRAMS = 256  # that a GPU runs side by side: about two for each of its processors
-LEAST_BLOCKS = 4  # of the longest range, for each of the programs that share a tile
+PROGRAMS = 256  # programs that a GPU runs side by side: about two for each of its processors
+LEAST_BLOCKS = 4  # least blocks of the longest range, for each of the programs that share a tile
 
 
 # Chosen by measuring tiles of 64 and 128 rows, blocks of 32 to 128 positions, 4 and 8 warps and 2 to 4 stages on an
@@ -115,7 +115,7 @@ def _attend(
         ring=cache.slots if cache.ring else None,
         page_slots=page_slots,
     )
-    # The longest ranges, which the last tiles have, come first.
+    # The last tiles come first, because they have the longest ranges.
     of_chunk = lambda *block: pl.BlockSpec((None, *block), lambda h, t, p: (chunks - 1 - p, *[0] * len(block)))  # noqa: E731
     of_head = lambda *rest: pl.BlockSpec(  # noqa: E731
         (None, width, None, *rest), lambda h, t, p: (chunks - 1 - p, 0, h // splits, *[0] * len(rest))
@@ -195,7 +195,7 @@ def _kernel(
     head, share = pl.program_id(0) // splits, pl.program_id(0) % splits
     tile = pl.num_programs(1) - 1 - pl.program_id(1)
     row = tile * queries + jnp.arange(queries)
-    # Rows behind the chunk's end see what the last token sees, and are not stored.
+    # Rows after the chunk's end see the positions of the last token, and are not stored.
     in_chunk, token, member = row < width * group, jnp.minimum(row // group, width - 1), row % group
     columns, value_columns = jnp.arange(power_of_two(size)), jnp.arange(power_of_two(values))
     q = _load(q_ref, (token[:, None], member[:, None]), columns)
@@ -207,7 +207,7 @@ def _kernel(
         jnp.full(queries, NOTHING, jnp.float32),
         jnp.zeros(queries, jnp.float32),
     )
-    if sinks_ref is not None:  # they join one share
+    if sinks_ref is not None:  # sinks count in one share only
         sinks = plgpu.load(sinks_ref.at[member]).astype(jnp.float32) * LOG2E
         carry = carry[0], jnp.where(share == 0, sinks, carry[1]), jnp.where(share == 0, 1.0, carry[2])
 
@@ -225,7 +225,7 @@ def _kernel(
 
     def step(block, carry, *, masked: bool):
         acc, top, total, *page = carry
-        # Loaded in the loop, although it is the same: with a page from before the loop it took 1.13 times as long.
+        # A page that never changes is loaded in the loop too: with a load before the loop it took 1.13 times as long.
         page_of_block = page[0] if page else plgpu.load(table_ref.at[jnp.int32(0)])
         position, at = block * keys + jnp.arange(keys), (page_of_block, head, slots_of(block)[:, None])
         # If there are several pages, the next block's is read early, so that loads of its keys can run ahead.

@@ -30,11 +30,11 @@ ROWS = 64  # query rows of a warpgroup: what an instruction multiplies
 GROUPS = 2  # warpgroups that compute
 KEYS = 128  # positions of a block
 STAGES = 2  # blocks in shared memory
-PROGRAMS = 132  # that run at once: one on each of a GPU's processors
+PROGRAMS = 132  # programs that run at once: one on each of a GPU's processors
 LEAST_PROGRAMS = 32  # with fewer, even of those that share ranges, the other kernel keeps more processors busy
-LEAST_BLOCKS = 4  # of the longest range, for each of the programs that share one
-LEAST_USED = 0.75  # of a program's rows
-_REGISTERS = 216, 72  # of a thread that computes, and of one that copies: 65536 in all
+LEAST_BLOCKS = 4  # least blocks of the longest range, for each of the programs that share it
+LEAST_USED = 0.75  # least share of a program's rows that is used
+_REGISTERS = 216, 72  # registers of a thread that computes, and of a thread that copies: 65536 in all
 _F32 = jnp.float32
 
 
@@ -410,7 +410,7 @@ class _Step:
         acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
         total = total * decay + weights.sum(axis=1)
         half = weights.astype(shared.v.dtype)
-        # All of that while the other one multiplies.
+        # All of this happens while the other warpgroup multiplies.
         acc, total, new_top, half = lax.optimization_barrier((acc, total, new_top, half))
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.v_ready.at[stage])

@@ -26,7 +26,7 @@ from inferlib.pallas_kernels.generations_tpu import untaken
 from inferlib.pallas_kernels.tile_stream_tpu import STATE, SUBLANES, TileStream, scale_rows, visible
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-# Finite, so that differences are finite. A maximum starts at LOWEST, so that masked logits weigh nothing even alone.
+# Finite, so that differences are finite. A maximum starts at LOWEST: weights are 0 even where all logits are masked.
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
 # Buffers of blocks: one is in the softmax, one awaits its last product, one has its logits computed, one is copied.
@@ -159,7 +159,7 @@ def prefill_attention(
     blocks = blocks or _default(q)
     arrays = [x if cache.k.ndim == 5 else x[None] for x in cache.arrays]
     scalars = _scalars(cache, rows, positions, window, visits, blocks)
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
+    if not interpret:  # otherwise XLA would bring a small cache to VMEM
         arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     inputs = _lay_out(q, positions, options.sinks, arrays)
     kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
@@ -199,7 +199,7 @@ def _scalars(
 
 def _lay_out(q: jax.Array, positions: jax.Array, sinks: jax.Array | None, arrays: Sequence[jax.Array]) -> _Inputs:
     """The kernel's inputs, for the cache's arrays [L, N, K, S, ...]."""
-    # Head by head, as products with weights leave them: in any other order XLA would copy them.
+    # Queries lie head by head, as products with weights leave them. In any other order XLA would copy them.
     inputs = _Inputs(jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None], None, tuple(arrays))
     if sinks is None:
         return inputs
@@ -231,7 +231,7 @@ def _cost(
 ) -> pl.CostEstimate:
     chunks, width, heads, group, size = shape
     capacity = _capacity(cache)
-    seen = min(max(capacity - width // 2, 1), window or capacity)  # by a query; the most, of full chunks
+    seen = min(max(capacity - width // 2, 1), window or capacity)  # most that a query sees, in full chunks
     pairs = chunks * width * heads * group * seen
     position_bytes = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in inputs.cache)
     copied = chunks * heads * pl.cdiv(width, blocks.queries) * seen * position_bytes
@@ -274,7 +274,7 @@ def _call(
             jax.ShapeDtypeStruct((chunks, width, heads * group * size), inputs.q.dtype),
             jax.ShapeDtypeStruct((chunks, heads, group, width), jnp.float32),
         ],
-        # Checks triple what it takes to start a copy; `TileStream` and `lasts` keep them in bounds.
+        # Checks triple the work of starting a copy; `TileStream` and `lasts` keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
         cost_estimate=cost,
         interpret=interpret,

@@ -255,12 +255,12 @@ def _kernel(
     logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
     top = jnp.where(owner, over_cache.capped(logits * scale, softcap), -jnp.inf)
     weight = total = jnp.where(owner, jnp.ones(heads.shape, jnp.float32), 0.0)
-    if sinks_ref is not None:  # counted once, by the row's first share
+    if sinks_ref is not None:  # the row's first share counts them, once
         sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0).astype(jnp.float32)
         here, cell = (split == 0) & (length > 0), top
         top = jnp.where(here, jnp.maximum(cell, sinks), cell)
         weight = jnp.where(owner, jnp.exp(cell - top), 0.0)
-        # A share that is not the owner's begins with the sink alone, which may be -inf.
+        # Shares other than the owner's begin with the sink alone, which may be -inf.
         total = weight + jnp.where(here, jnp.where(owner, jnp.exp(sinks - top), 1.0), 0.0)
     acc = weight[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
     older, carry = share._replace(stop=jnp.minimum(share.stop, length - 1)), (acc, top, total, *page)

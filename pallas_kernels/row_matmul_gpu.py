@@ -29,12 +29,12 @@ from inferlib.pallas_kernels.partial_sums_gpu import summed
 
 ROWS = 16  # most rows that share one read of the weights
 # Numbers of programs, of one warp each, for an H100 or H200, which has 132 SMs.
-PROGRAMS = 20 * 132  # programs that load their weights: as many as it holds at a time
+PROGRAMS = 20 * 132  # programs that load their weights: as many as the GPU holds at a time
 AHEAD = 8 * 132  # programs whose weights are copied three units ahead
 FEWER = 4 * 132  # the same, for one row with matrices that have up to SMALL bytes together and are not bfloat16
 SMALL = 26 * 2**20
 SHARED = 12 * 132  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking wants more warps
-SHARED_ROWS = 12  # with more rows, registers do not suffice for so many programs
+SHARED_ROWS = 12  # with more rows, there are too few registers for SHARED programs
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # units of a step
 _WIDEST = 8 * 4  # most words of an input that a program reads
@@ -456,7 +456,7 @@ def _factors(largest, single: bool) -> tuple:
 def _products(kind: str, words: list, right: list, tiles: list, interpret: bool) -> list:
     """tiles + words x right for one unit: words [8][width] of a lane's inputs, right [8]."""
     out = []
-    for n, tile in enumerate(tiles):  # of registers 2 n and 2 n + 1
+    for n, tile in enumerate(tiles):  # tile n has registers 2 n and 2 n + 1
         indices = sorted({e // len(KINDS[kind].pairs) for e in (2 * n, 2 * n + 1)})
         of_tile = [[of_input[w] for w in indices] for of_input in words]
         at = 2 * n % len(KINDS[kind].pairs)

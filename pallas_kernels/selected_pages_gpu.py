@@ -91,7 +91,7 @@ def _kernel(lengths_ref, q_ref, summaries_ref, pages_ref, table_ref, seen_ref, *
     bounds = jnp.where(numbers == 0, jnp.inf, bounds)
     older = jnp.minimum(newest, count - 1)
     chosen = _among_highest(jnp.where(numbers < newest, bounds, -jnp.inf), older) & (numbers < newest)
-    # What is masked has places of its own, as an interpreter writes them one after the other.
+    # Masked entries get places of their own, because an interpreter writes entries one after the other.
     plgpu.store(table_ref.at[jnp.where(chosen, _ranks(chosen) - 1, count + numbers)], entry(numbers), mask=chosen)
     places = jnp.arange(power_of_two(count))
     last = jnp.broadcast_to(newest, places.shape)

@@ -193,7 +193,7 @@ class TileStream:
         unit, last = self.unit, self.last(at=at)
         if self.listed is None:
             return jnp.minimum(div(last - self.start(index, at) + unit, unit), self._keys // unit)
-        before = jnp.clip(self._listed(at) - index * self._each, 1, self._each) - 1  # they are whole
+        before = jnp.clip(self._listed(at) - index * self._each, 1, self._each) - 1  # all but the last are whole
         start = self.start(index, at, before * self.listed_keys)
         some, each = div(last - start + unit, unit), self.listed_keys // unit
         return before * each + jnp.minimum(some, each)

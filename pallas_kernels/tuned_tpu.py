@@ -123,7 +123,7 @@ def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
 
 def _json_value(value: Any) -> Any:
     """The value as JSON represents it."""
-    if is_dataclass(value):  # arrays that belong together; what is missing, and flags that are not set, are left out
+    if is_dataclass(value):  # arrays that belong together, without missing ones and flags that are not set
         return {name: _json_value(part) for name, part in vars(value).items() if part is not None and part is not False}
     if hasattr(value, "dtype"):
         return [str(value.dtype), *value.shape[-4:]]
