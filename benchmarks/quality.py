@@ -7,7 +7,7 @@ A row is what `inferlib eval` says of a format against float32, on the first --t
 LICENSE, which nobody edits) in windows of --window. "KL" is the mean Kullback-Leibler divergence of the format's
 next-token distribution from that of float32, in nats: it shows differences that are lost in the noise of a perplexity
 on a short text. Formats "kv int8", "kv fp8" and "kv int4" are of the
-cache alone.
+cache alone; "kv int4_calibrated" needs what `inferlib calibrate-cache` writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.table import Table
 from inferlib import Evaluation, TextSample, evaluate
 from inferlib.model_files import ModelFiles
 from inferlib.models.quantization import QUANTIZATIONS
-from inferlib.option_checks import KV_CACHE_DTYPES
+from inferlib.option_checks import CALIBRATED_CACHE, KV_CACHE_DTYPES
 
 
 def first_tokens(model: str, text: str, count: int, window: int) -> TextSample:
@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--formats", default=",".join([*QUANTIZATIONS, *(f"kv {name}" for name in KV_CACHE_DTYPES)]))
+    caches = [f"kv {name}" for name in KV_CACHE_DTYPES if name != CALIBRATED_CACHE]
+    parser.add_argument("--formats", default=",".join([*QUANTIZATIONS, *caches]))
     parser.add_argument("--calibrated", nargs="*", default=[], help="directories of calibrated models")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

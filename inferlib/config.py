@@ -19,6 +19,8 @@ from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
 from inferlib.option_checks import (
+    CALIBRATED_CACHE,
+    PACKED_CACHES,
     PLATFORMS,
     ConfigurationError,
     backend_option,
@@ -116,7 +118,7 @@ class EngineConfig:
     scan: repeating layers are stacked and scanned instead of unrolled.
     free_layouts: the compiler chooses how weights lie in memory.
     kv_cache_dtype: "int8" or "fp8" with one scale per position and head, or "int4" values of 4 bits and
-    keys of 6; None for the model's dtype.
+    keys of 6, or "int4_calibrated" keys of 4 too; None for the model's dtype.
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
     cascade: decode steps of eight rows and more may read a shared prefix once, with programs of their own.
@@ -233,7 +235,7 @@ class EngineConfig:
             "reads a cache of the model's dtype on TPUs: leave kv_cache_dtype out": quantised,
             "reads other pages of each row, not a prefix that rows share: leave cascade out": self.cascade,
             "has bases of keys as they are, and kv_cache_dtype int4 rotates them: take int8 or fp8, or quest": (
-                selection.by_bases and self.kv_cache_dtype == "int4"
+                selection.by_bases and self.kv_cache_dtype in PACKED_CACHES
             ),
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
@@ -381,6 +383,8 @@ class EngineConfig:
         if self.attention_pages is not None:
             check_selecting(model, f"attention_pages {str(self.attention_pages)!r}")
             check_bases(model, self.attention_pages, drafts=draft is not None)
+        if self.kv_cache_dtype == CALIBRATED_CACHE:
+            check_turns(model, drafts=draft is not None)
         if self.sparse_prefill is not None:
             check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
         if self.cache_policy is not None:
@@ -479,7 +483,8 @@ class EngineOptions:
         8192 on TPUs and 2048 elsewhere. GPUs whose kernels read only what a row has take any context.
     buckets: static shapes to compile for; by default powers of four.
     kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head, "int4" rotated values
-        of 4 bits and keys of 6; by default they have the model's dtype.
+        of 4 bits and keys of 6, "int4_calibrated" keys of 4 bits that a model has turned by what
+        `inferlib.calibration.key_turns.calibrate_cache` wrote beside it; by default they have the model's dtype.
     backend: "auto" runs the platform's kernels wherever they support the model; "xla" runs none of them;
         "decode_attention=xla,matmul=xla" leaves these operations (of `OPERATIONS`) to XLA; a `Backend` is taken as it
         is. By default "auto".
@@ -771,6 +776,20 @@ def check_bases(model: ModelConfig, selection: PageSelection, *, drafts: bool = 
         )
 
 
+def check_turns(model: ModelConfig, *, drafts: bool = False) -> None:
+    """Raise ConfigurationError for a calibrated cache of a model that lacks the turns of its keys, or with one that
+    drafts."""
+    if drafts or not all(
+        mixer.key_turns for layer in model.layers if isinstance(mixer := layer.attention, AttentionSpec)
+    ):
+        why = (
+            "a model that drafts has none: take int4, or drafts by ngram" if drafts else "this has none: take int4 here"
+        )
+        raise ConfigurationError(
+            f"kv_cache_dtype {CALIBRATED_CACHE} needs a calibration, which `LLM` reads from beside a model, and {why}"
+        )
+
+
 def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
     """Raise ConfigurationError if the cache of a layer cannot be compacted."""
     for number, mixer in enumerate(layer.attention for layer in model.layers):
@@ -857,7 +876,7 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
     # Prefill expands the latents of the whole bucket.
     if any(isinstance(layer.attention, MlaSpec) for layer in model.layers):
         return False
-    packed = kv_cache_dtype == "int4"
+    packed = kv_cache_dtype in PACKED_CACHES
     scaled = kv_cache_dtype is not None and not packed
     # A layer with a window or chunks stores a ring and reads all of it, whatever the bucket.
     mixers = [layer.attention for layer in model.layers]

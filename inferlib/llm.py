@@ -161,7 +161,7 @@ class LLM:
             if artifacts is not None and decided.speculation is None:
                 decided = replace(decided, speculation=Artifacts.open(artifacts).deployment.speculation)
             files = ModelFiles.open(model, revision, progress=self.progress)
-            files = files.looped(*loop).selecting(_selection(decided.attention_pages, artifacts))
+            files = _with_measured(files.looped(*loop), decided, artifacts)
             self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, decided, progress=self.progress)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):
@@ -760,6 +760,14 @@ def _selection(option: PageSelection | str | None, artifacts: str | Path | None)
     if artifacts is not None and option is None:
         option = Artifacts.open(artifacts).deployment.attention_pages
     return selection_option(option)
+
+
+def _with_measured(files: ModelFiles, options: EngineOptions, artifacts: str | Path | None) -> ModelFiles:
+    """Files with what was measured of a model's keys, if these options or the programs of artifacts ask for it."""
+    dtype = options.kv_cache_dtype
+    if artifacts is not None and dtype is None:
+        dtype = Artifacts.open(artifacts).deployment.kv_cache_dtype
+    return files.selecting(_selection(options.attention_pages, artifacts)).with_cache(dtype)
 
 
 def _artifacts_path(artifacts: Any, channel: distributed.Channel | None, options: EngineOptions) -> Path | None:

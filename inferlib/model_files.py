@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
-from inferlib.checkpoint.key_bases import WithKeyBases, read_key_bases
+from inferlib.checkpoint.key_bases import WithArrays, read_key_bases
+from inferlib.checkpoint.key_turns import read_key_turns
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
 from inferlib.checkpoint.load import load_weights, shipped_quantization
@@ -30,9 +31,10 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.families.common import EARLY_EXIT, LOOP_STEPS
 from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.key_bases import KEY as KEY_BASES
+from inferlib.models.key_turns import KEY as KEY_TURNS
 from inferlib.models.quantization import Quantization
 from inferlib.ops.selected_pages import PageSelection
-from inferlib.option_checks import ConfigurationError
+from inferlib.option_checks import CALIBRATED_CACHE, ConfigurationError
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.sharding.shards import Shards
@@ -162,8 +164,22 @@ class ModelFiles:
                 "quest"
             )
         hf = {**self.hf, KEY_BASES: True}
-        source = WithKeyBases(self.source, read_key_bases(self.path))
+        source = WithArrays(self.source, read_key_bases(self.path))
         return replace(self, hf=hf, config=config_from_hf(hf), source=source)
+
+    def with_cache(self, kv_cache_dtype: str | None) -> ModelFiles:
+        """Files with what a calibrated cache turns keys by, if it is such a one. Raises CheckpointError if that is not
+        there, and ConfigError for a model that can have none."""
+        if kv_cache_dtype != CALIBRATED_CACHE:
+            return self
+        if isinstance(self.source, LaidOutWeights | QuantizedSource):
+            raise CheckpointError(
+                f"{self.path} is converted or quantised, and kv_cache_dtype {CALIBRATED_CACHE} is for original models: "
+                "take that, or int4"
+            )
+        hf = {**self.hf, KEY_TURNS: True}
+        config = config_from_hf(hf)
+        return replace(self, hf=hf, config=config, source=WithArrays(self.source, read_key_turns(self.path)))
 
     def merged(self, adapter: str | Path) -> ModelFiles:
         """These files with an adapter, a directory that PEFT wrote, merged into the weights. Raises CheckpointError."""

@@ -29,7 +29,10 @@ class ConfigurationError(ValueError):
 DTYPES = ("float32", "bfloat16", "float16")
 PLATFORMS = ("cpu", "gpu", "tpu", "neuron")
 # What a cache's values are stored as, by the names that users write.
-KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")} | {"int4": int4_cells.DTYPE}
+CALIBRATED_CACHE = "int4_calibrated"
+PACKED_CACHES = ("int4", CALIBRATED_CACHE)
+KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
+KV_CACHE_DTYPES |= dict.fromkeys(PACKED_CACHES, int4_cells.DTYPE)
 # The platform that each kind of kernel runs on; a CPU interprets all of them.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Operations that the option `backend` can leave to XLA.

@@ -133,6 +133,7 @@ class AttentionSpec:
     gate: OutputGate | None = None
     value_embedding: ValueEmbedding | None = None
     key_basis: int = 0  # leading directions of keys by which pages are selected, see `inferlib.models.key_bases`
+    key_turns: bool = False  # keys and queries are turned for a cache of few bits, see `inferlib.models.key_turns`
 
     def __post_init__(self):
         if not self.value_dim:

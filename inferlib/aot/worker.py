@@ -135,7 +135,7 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
     """Compile the functions that load this checkpoint and make an empty cache, and write them to `path`."""
     with recorded() as functions:
         speculation, files = programs.config.speculation, ModelFiles.open(model)
-        files = files.selecting(programs.config.attention_pages)
+        files = files.selecting(programs.config.attention_pages).with_cache(programs.config.kv_cache_dtype)
         formats = programs.formats[: len(programs.model.specs)]
         files.load(programs.model, shards=programs.config.shards, formats=formats)
         if draft := open_draft(speculation, files, None):

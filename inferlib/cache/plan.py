@@ -31,7 +31,7 @@ from inferlib.models.recurrent import Recurrent
 from inferlib.ops import int4_cells
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
-from inferlib.option_checks import KV_CACHE_DTYPES, ConfigurationError
+from inferlib.option_checks import CALIBRATED_CACHE, KV_CACHE_DTYPES, PACKED_CACHES, ConfigurationError
 from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -123,7 +123,7 @@ class BlockCache:
     R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
     block: positions of the blocks of which there are summaries beside the cells (see `inferlib.ops.selected_pages`);
     None: there are none. directions: how many directions of keys these are of (see `inferlib.models.key_bases`); 0: of
-    keys as they are.
+    keys as they are. calibrated: packed cells are of keys that a calibration has turned.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -136,6 +136,7 @@ class BlockCache:
     massed: bool = False
     queries: tuple[int, ...] | None = None
     directions: int = 0
+    calibrated: bool = False
 
     @property
     def paged(self) -> bool:
@@ -179,7 +180,8 @@ class BlockCache:
         """The shapes with cells as they are stored."""
         if not self.packed:
             return self.shapes
-        pairs = zip(self.shapes, (int4_cells.KEYS, int4_cells.VALUES), strict=True)
+        keys = int4_cells.CALIBRATED_KEYS if self.calibrated else int4_cells.KEYS
+        pairs = zip(self.shapes, (keys, int4_cells.VALUES), strict=True)
         return tuple((*shape[:-1], cells.nbytes(shape[-1])) for shape, cells in pairs)
 
     @property
@@ -454,7 +456,15 @@ class _Kind:
 
     @property
     def scaled(self) -> bool:
-        return self.named is not None and self.named != "int4"
+        return self.named is not None and not self.packed
+
+    @property
+    def packed(self) -> bool:
+        return self.named in PACKED_CACHES
+
+    @property
+    def calibrated(self) -> bool:
+        return self.named == CALIBRATED_CACHE
 
     @property
     def lanes(self) -> int:
@@ -494,7 +504,7 @@ class _Kind:
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
             block = None if latent or spec.reach is not None else self.summarised(page)
             shapes = tuple((*stack, count, *x) for x in shapes)
-            beside = self.massed, self.queries_of(spec, (*stack, rows)), self.directions_of(spec)
+            beside = self.massed, self.queries_of(spec, (*stack, rows)), self.directions_of(spec), self.calibrated
             blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside))
         return tuple(blocks)
 
@@ -538,7 +548,7 @@ class _Kind:
     def cells(self, spec: AttentionSpec | MlaSpec, capacity: int) -> list[tuple[int, ...]]:
         """The shapes [K, S, h] of a layer's arrays, without layers and pages, with room for `capacity` positions."""
         latent, sizes, folds, lanes = isinstance(spec, MlaSpec), spec.cache_sizes, self.folds(spec), self.lanes
-        if self.named == "int4":
+        if self.packed:
             self._check_packed(spec)
         if self.platform == "tpu" and self.scaled and (latent or any(size % lanes for size in sizes)):
             what = "latent attention" if latent else f"attention with heads of {spec.head_dim}"
@@ -561,7 +571,9 @@ class _Kind:
         elif self.platform == "tpu":
             why = "no kernel for TPUs reads such cells"
         if why:
-            raise ConfigurationError(f"kv_cache_dtype 'int4' is not for this model: {why}; take int8, or leave it out")
+            raise ConfigurationError(
+                f"kv_cache_dtype {self.named!r} is not for this model: {why}; take int8, or leave it out"
+            )
 
 
 def _states(model: AbstractModel, spec: Recurrent, rows: tuple[int, ...]) -> BlockState:

@@ -50,12 +50,14 @@ class LayerwiseForward:
     """The state of the windows [N, W] between two layers of a model, whose weights are float32 and not quantised.
 
     residuals, inputs: of each step's windows, see `Decoder.inputs`. lent: caches of layers that later ones attend to.
-    devices: how many share the windows of a step, equally.
+    devices: how many share the windows of a step, equally. keep_queries: a layer's cache has its queries behind keys
+    and values, see `advance`.
     """
 
     model: AbstractModel
     windows: np.ndarray
     devices: int = 1
+    keep_queries: bool = False
     residuals: list[Residual] = field(default_factory=list)
     inputs: list[np.ndarray | None] = field(default_factory=list)
     lent: dict[int, list[Any]] = field(default_factory=dict)
@@ -67,9 +69,9 @@ class LayerwiseForward:
             rows -= 1
         self._steps = np.split(self.windows, count // (rows * self.devices))
         self._mesh = Mesh(np.array(jax.devices()[: self.devices]), (_WINDOWS,)) if self.devices > 1 else None
-        page = 1 << (width - 1).bit_length()
+        pool = PoolSize(1 << (width - 1).bit_length(), queries=width if self.keep_queries else 0)
         self._plan: CachePlan = plan_cache(
-            self.model, rows=rows, max_len=width, chunk=width, dtype=self.model.dtype, pool=PoolSize(page)
+            self.model, rows=rows, max_len=width, chunk=width, dtype=self.model.dtype, pool=pool
         )
         structs: list[Any] = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self.model.specs]
         self._decoder = self.model.merge(structs)
@@ -98,7 +100,8 @@ class LayerwiseForward:
     def advance(
         self, layer: int, weights: Weights, read: Callable[[tuple[jax.Array, ...]], None] | None = None
     ) -> None:
-        """Compute the residual after a layer. read: called with its cache of the windows of each step."""
+        """Compute the residual after a layer. read: called with its cache of the windows of each step: keys [N, K, S,
+        h] first, and last, if they are kept, the queries of all positions, [N, K, W, G * h]."""
         for step in range(len(self._steps)):
             (residual, arrays), _ = self._run(layer, weights, (), step, keep=read is not None)
             self.residuals[step] = jax.device_get(residual)
@@ -242,8 +245,10 @@ def _layer(graph: nnx.GraphDef, state, dealt: Any, static: _Static):
         ctx = _context(tokens, static)
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope
         with observing() as observer:
-            of_layer = LayerCache(arrays, cache.ring)
+            cells, queries = (arrays, ()) if cache.queries is None else (arrays[:-1], arrays[-1:])
+            of_layer = LayerCache(cells, cache.ring, queries=queries[0] if queries else None)
             residual, of_layer, _ = nnx.merge(graph, state)(residual, ctx, of_layer, token_inputs=inputs)
-            return (residual, of_layer.arrays if static.lends else ()), observer.sums()
+            beside = () if of_layer.queries is None else (of_layer.queries,)
+            return (residual, (*of_layer.arrays, *beside) if static.lends else ()), observer.sums()
 
     return _shared(local, state, dealt, static)

@@ -63,6 +63,8 @@ def attention_assembly(names: Mapping[str, str], spec: AttentionSpec, parameter:
     match part:
         case "key_basis":
             return assembly(Piece(names["attn.key_basis"], (k, h, spec.key_basis)), "k h d -> k h d")
+        case "key_turns":
+            return assembly(Piece(names["attn.key_turns"], (k, 2, h, h)), "k n h d -> k n h d")
         case "qkv" if parameter == "qkv_bias" and "attn.qk_bias" in names:
             biases = Piece(names["attn.qk_bias"], (2, 1, spec.heads, h))
             return Assembly((biases,), _QueryKeyBiases(_rotary(spec.rope)))

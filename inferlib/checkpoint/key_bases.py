@@ -31,43 +31,52 @@ def read_key_bases(model: Path) -> dict[str, np.ndarray]:
             f"loki selects pages by bases of keys, and there is no {path}: write it by `inferlib key-bases {model} "
             "--data TEXT.jsonl`, or take quest, which needs none"
         )
+    return {name_of(layer): basis for layer, basis in read_arrays(path, "inferlib key-bases").items()}
+
+
+def read_arrays(path: Path, command: str) -> dict[int, np.ndarray]:
+    """The array of each layer in a file that a command has written. Raises CheckpointError if it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name_of(int(layer)): np.asarray(file[layer]) for layer in file.files}
+            return {int(layer): np.asarray(file[layer]) for layer in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: remove it, and write it again by `inferlib key-bases`") from error
+        raise CheckpointError(f"{path} is damaged: remove it, and write it again by `{command}`") from error
 
 
 def write_key_bases(model: Path, bases: Mapping[int, np.ndarray]) -> Path:
     """Write the file, whole or not at all; returns its path. Raises OSError."""
-    path = path_of(model)
+    return write_arrays(path_of(model), bases)
+
+
+def write_arrays(path: Path, of_layers: Mapping[int, np.ndarray]) -> Path:
+    """Write an array of each layer to a file, whole or not at all; returns its path. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
-        arrays: Any = {str(layer): np.asarray(basis, np.float32) for layer, basis in bases.items()}
+        arrays: Any = {str(layer): np.asarray(array, np.float32) for layer, array in of_layers.items()}
         np.savez(file, **arrays)
     partial.replace(path)
     return path
 
 
-class WithKeyBases:
-    """A `TensorSource` with bases of keys beside its tensors."""
+class WithArrays:
+    """A `TensorSource` with arrays beside its tensors."""
 
-    def __init__(self, source: TensorSource, bases: Mapping[str, np.ndarray]):
-        self._source, self._bases = source, bases
+    def __init__(self, source: TensorSource, arrays: Mapping[str, np.ndarray]):
+        self._source, self._arrays = source, arrays
 
     def names(self) -> Iterable[str]:
-        return [*self._source.names(), *self._bases]
+        return [*self._source.names(), *self._arrays]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._bases[name].shape if name in self._bases else self._source.shape(name)
+        return self._arrays[name].shape if name in self._arrays else self._source.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
-        return self._bases[name].dtype if name in self._bases else self._source.dtype(name)
+        return self._arrays[name].dtype if name in self._arrays else self._source.dtype(name)
 
     def nbytes(self, name: str) -> int:
-        return self._bases[name].nbytes if name in self._bases else self._source.nbytes(name)
+        return self._arrays[name].nbytes if name in self._arrays else self._source.nbytes(name)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        if name not in self._bases:
+        if name not in self._arrays:
             return self._source.read(name, rows)
-        return self._bases[name] if rows is None else self._bases[name][rows]
+        return self._arrays[name] if rows is None else self._arrays[name][rows]

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from inferlib.cli.bench import bench
+from inferlib.cli.calibrate_cache import calibrate_cache
 from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
@@ -76,6 +77,7 @@ app.command()(info)
 app.command()(convert)
 app.command()(quantize)
 app.command()(key_bases)
+app.command()(calibrate_cache)
 app.command()(export)
 app.command("eval")(evaluate)
 app.command()(distill)

@@ -77,7 +77,10 @@ CacheMemory = Annotated[
 ]
 CacheDtype = Annotated[
     str | None,
-    typer.Option(help="Format of keys and values in the cache: int8, fp8 or int4; by default that of activations."),
+    typer.Option(
+        help="Format of keys and values in the cache: int8, fp8, int4, or int4_calibrated after `inferlib "
+        "calibrate-cache`; by default that of activations."
+    ),
 ]
 _BACKENDS = (
     "auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these operations (also "

@@ -21,11 +21,13 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import family_of
 from inferlib.models.key_bases import with_key_bases
+from inferlib.models.key_turns import with_key_turns
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.option_checks import (
+    CALIBRATED_CACHE,
     DTYPES,
     ConfigurationError,
     brief,
@@ -104,6 +106,7 @@ def explain(
     source = model_source(model, revision)
     recipe, stored = source.config, source.quantization(quantization)
     length, recipe = _length(recipe, max_len), _selecting(recipe, selection)
+    recipe = with_key_turns(recipe) if kv_cache_dtype == CALIBRATED_CACHE else recipe
     policy = _policy(recipe, formats.get("cache_policy"))
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}

@@ -23,16 +23,16 @@ from inferlib.ops.quantized import Scheme, quantize
 ROWS = 128  # rows of a folded cache whose first parts are consecutive positions
 
 
-def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]:
-    """What a cache of this dtype stores of `new`, [T, K, h] each: the same arrays, or, if the cache is scaled, their
-    quantised values followed by the scales [T, K] of each; or of keys and values packed cells (see
+def rounded(new: Sequence[jax.Array], stored: jax.Array, *, scaled: bool) -> list[jax.Array]:
+    """What a cache, whose first array is `stored`, stores of `new`, [T, K, h] each: the same arrays, or, if it is
+    scaled, their quantised values followed by the scales [T, K] of each; or of keys and values packed cells (see
     `inferlib.ops.int4_cells`)."""
-    if dtype == int4_cells.DTYPE:
+    if stored.dtype == int4_cells.DTYPE:
         keys, values = new
-        return [int4_cells.KEYS.encode(keys), int4_cells.VALUES.encode(values)]
+        return [int4_cells.cells_of_keys(stored.shape[-1]).encode(keys), int4_cells.VALUES.encode(values)]
     if not scaled:
         return list(new)
-    quantized = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
+    quantized = [quantize(x, (2,), Scheme(stored.dtype.name)) for x in new]
     return [x.values for x in quantized] + [x.scales for x in quantized]
 
 
@@ -70,7 +70,7 @@ def chunk_write(
     width, capacity = new[0].shape[1], cache[0].shape[-2]
     at = slots[:, None] + jnp.arange(width)
     at, pages = (at % capacity if ring else at).reshape(-1), jnp.repeat(pages, width)
-    new = rounded([x.reshape(-1, *x.shape[2:]) for x in new], cache[0].dtype, scaled=cache[-1].ndim < cache[0].ndim)
+    new = rounded([x.reshape(-1, *x.shape[2:]) for x in new], cache[0], scaled=cache[-1].ndim < cache[0].ndim)
     pairs = zip(cache, new, strict=True)
     return tuple(cache_write(x, part, pages, at, layer=layer, run=width) for x, part in pairs)
 

@@ -217,6 +217,6 @@ def write_new(cache: Cache, new: NewCells, lengths: jax.Array) -> Cache:
     page = row if pages is None else jnp.take_along_axis(pages, jnp.maximum(positions, 0) // slots, axis=1)
     at = jnp.where(written, page, count + row).reshape(-1), (positions % slots).reshape(-1)
     cells = [x.reshape(-1, *x.shape[2:]) for x in cells]
-    cells = rounded(cells, arrays[0].dtype, scaled=arrays[-1].ndim < arrays[0].ndim)
+    cells = rounded(cells, arrays[0], scaled=arrays[-1].ndim < arrays[0].ndim)
     pairs = zip(arrays, cells, strict=True)
     return cache.with_arrays([cache_write(x, part, *at, layer=cache.layer) for x, part in pairs])

@@ -3,7 +3,8 @@
 A Hadamard rotation of a head spreads outliers over its channels (Ashkboos et al. 2024, "QuaRot",
 https://arxiv.org/abs/2404.00456). Queries are rotated as keys are, so their products stay what they were; the output of
 attention is rotated back, as values were rotated. Nothing is calibrated. Keys have more bits because an error of theirs
-moves a weight of the softmax by as much times a query, which in four bits loses eight times what values lose.
+moves a weight of the softmax by as much times a query, which in four bits loses eight times what values lose. Keys that
+a calibration has turned have other cells, see `inferlib.ops.calibrated_cells`.
 
 A cell of h numbers is bytes. First the numbers of b bits: byte i has the low halves of number i and, above them, of
 number i + h / 2; if b is six, then h / 4 bytes have the two high bits of numbers i, i + h / 4, and so on. The number n
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.calibrated_cells import CalibratedCells
 from inferlib.ops.hadamard import factors_of
 
 DTYPE = np.dtype(np.uint8)
@@ -87,7 +89,7 @@ class Cells:
         return shares.reshape(*shares.shape[:-2], size) * step
 
 
-KEYS, VALUES = Cells(6), Cells(4, group=8)
+KEYS, VALUES, CALIBRATED_KEYS = Cells(6), Cells(4, group=8), CalibratedCells()
 
 
 def unsupported(size: int) -> str | None:
@@ -101,9 +103,14 @@ def unsupported(size: int) -> str | None:
     return None
 
 
+def cells_of_keys(nbytes: int) -> Cells | CalibratedCells:
+    """How keys are stored in cells of so many bytes."""
+    return CALIBRATED_KEYS if nbytes % 2 else KEYS
+
+
 def decoded_keys(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Cells of keys as numbers of a dtype; keys that are not packed as they are."""
-    return KEYS.decode(x, dtype) if x.dtype == DTYPE else x
+    return cells_of_keys(x.shape[-1]).decode(x, dtype) if x.dtype == DTYPE else x
 
 
 def decoded_values(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -10,9 +10,11 @@ from typing import Any
 from inferlib.config import DeviceKind, EngineOptions, PoolSize
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.depth import depth_of
+from inferlib.models.key_turns import with_key_turns
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.cache_policy import CachePolicy
+from inferlib.option_checks import CALIBRATED_CACHE
 from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
 from inferlib.planning.draft_layers import drafting_of, drafting_seconds
 from inferlib.planning.drafts import Drafts
@@ -274,6 +276,7 @@ def rank(
         raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
     if workload.depth is not None:
         check_depth(workload.depth, config, target)
+    config = with_key_turns(config) if kv_cache_dtype == CALIBRATED_CACHE else config
     if cache_policy is not None:
         taken: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, speculation=drafts and drafts.speculation)
         options = EngineOptions(max_len=workload.max_len, cache_policy=cache_policy, **taken)

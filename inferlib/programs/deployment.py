@@ -23,9 +23,11 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.key_bases import KEY as KEY_BASES
+from inferlib.models.key_turns import KEY as KEY_TURNS
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import (
+    CALIBRATED_CACHE,
     ConfigurationError,
     backend_option,
     check_dtype,
@@ -82,6 +84,8 @@ class Deployment:
         object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
         if selection is not None and selection.by_bases:
             object.__setattr__(self, "hf", {**self.hf, KEY_BASES: True})
+        if self.kv_cache_dtype == CALIBRATED_CACHE:
+            object.__setattr__(self, "hf", {**self.hf, KEY_TURNS: True})
         sparse = sparse_option(self.sparse_prefill)
         object.__setattr__(self, "sparse_prefill", None if sparse is None else str(sparse))
         policy = policy_option(self.cache_policy)

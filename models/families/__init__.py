@@ -54,6 +54,8 @@ from inferlib.models.ffn_fusion import KEY as FUSED
 from inferlib.models.ffn_fusion import fused_config
 from inferlib.models.key_bases import KEY as KEY_BASES
 from inferlib.models.key_bases import with_key_bases
+from inferlib.models.key_turns import KEY as KEY_TURNS
+from inferlib.models.key_turns import with_key_turns
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
@@ -186,4 +188,5 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     if config.lanes is None:
         laneformer.must_sum_at_once(hf, family.name)
     config = with_key_bases(config) if hf.get(KEY_BASES) is True else config
+    config = with_key_turns(config) if hf.get(KEY_TURNS) is True else config
     return fused_config(config) if hf.get(FUSED) is True else config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -99,6 +99,9 @@ class Attention(nnx.Module):
         if spec.key_basis:
             shape = (k, h, spec.key_basis)
             self.key_basis = param(shape, (axes.KV_HEADS, axes.HEAD_DIM, None), dtype)
+        if spec.key_turns:
+            shape = (k, 2, h, h)
+            self.key_turns = param(shape, (axes.KV_HEADS, None, axes.HEAD_DIM, None), jnp.float32)
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
         neutral = "zeros" if norm.unit_offset else "ones"
@@ -149,6 +152,8 @@ class Attention(nnx.Module):
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.value_embedding is not None:
             unfit = "value embeddings"
+        elif spec.key_turns:
+            unfit = "turned keys"
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
             unfit = "other norms, or values that are projected apart"
         cells = cache.keys_and_values(pages=cache.table_of(ctx.table, ctx.limit))
@@ -252,13 +257,32 @@ class Attention(nnx.Module):
         inputs of the output projection are split over devices, it is this device's part of h."""
         if len(cache.sizes) == 1:  # a cell is a key and a value, and the value meets zeros
             q = widened(q, cache.sizes[0])
+        if self.spec.key_turns:
+            q, new = self.turned(q, new)
         if cache.packed:
-            q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
+            q, new = self.rotated(q, new)
         if self.spec.key_basis and cache.summaries is not None:
             cache = replace(cache, basis=self.key_basis[...])
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
         out, cache = attend(step, step.plan(cache), new, cache)
         return out, replace(step.with_queries(step.with_mass(cache)), basis=None)
+
+    def rotated(self, q: jax.Array, new: Sequence[jax.Array]) -> tuple[jax.Array, Sequence[jax.Array]]:
+        """Queries, and keys and values if there are new ones, rotated as a cache of few bits has them. Turned keys are
+        not rotated again."""
+        if self.spec.key_turns:
+            k, v = new
+            return q, (k, rotated(v, v.shape[-1]))
+        q, *new = (rotated(x, x.shape[-1]) for x in (q, *new))
+        return q, new
+
+    def turned(self, q: jax.Array, new: Sequence[jax.Array]) -> tuple[jax.Array, Sequence[jax.Array]]:
+        """Queries and keys times the turns of keys, in float32. Products of both stay what they were."""
+        (k, v), turns = new, self.key_turns[...]
+        turn = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        keys = turn("tkh,khi->tki", k.astype(jnp.float32), turns[:, 0]).astype(k.dtype)
+        queries = turn("tkgh,khi->tkgi", q.astype(jnp.float32), turns[:, 1]).astype(q.dtype)
+        return queries, (keys, v)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ class LayerCache:
     def sizes(self) -> tuple[int, ...]:
         """The size of a cell, h, in each array but the scales."""
         if self.packed:
-            pairs = zip(self.arrays, (int4_cells.KEYS, int4_cells.VALUES), strict=True)
-            return tuple(cells.size(x.shape[-1]) for x, cells in pairs)
+            keys, values = (x.shape[-1] for x in self.arrays)
+            return int4_cells.cells_of_keys(keys).size(keys), int4_cells.VALUES.size(values)
         pairs = zip(self.arrays, self.folds, strict=True)
         return tuple(x.shape[-1] // fold for x, fold in pairs if x.ndim == self.arrays[0].ndim)
 
@@ -151,7 +151,7 @@ class LayerCache:
         """
         new = self.cells(new)
         pages, slots = self.places(rows, positions, stripe, table)
-        pairs = zip(self.arrays, rounded(new, self.arrays[0].dtype, scaled=self.scaled), strict=True)
+        pairs = zip(self.arrays, rounded(new, self.arrays[0], scaled=self.scaled), strict=True)
         write = partial(cache_write, pages=pages, slots=slots, layer=self.layer, run=run)
         return replace(self, arrays=tuple(write(old, x) for old, x in pairs))
 

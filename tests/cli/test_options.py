@@ -91,6 +91,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "window": "64",
         },
         "key-bases": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
+        "calibrate-cache": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "export": {"model": quantized, "out": str(folder / "exported")},
         "eval": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "distill": {

@@ -25,6 +25,7 @@ from inferlib.outputs import RequestOutput
 from tests.helpers.tokenizer import VOCAB
 
 MAX_LEN = 96
+Rounding = Callable[[np.ndarray, str, int], np.ndarray]  # keys ("k") or values ("v") [B, K, T, h] of a layer
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 # Overrides of the oracle's configurations. Windows are 8 positions: with chunks of at most 16 tokens a ring has 24
@@ -119,18 +120,21 @@ def _reference_model(path: Path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def reference(path: Path, tokens: list[int], kv_cache_dtype: str | None = None) -> np.ndarray:
+def reference(path: Path, tokens: list[int], kv_cache_dtype: str | Rounding | None = None) -> np.ndarray:
     """Logits [T, V] of one full pass of transformers over `tokens`; each model is loaded once.
 
-    kv_cache_dtype: round keys and values as a cache of that dtype does.
+    kv_cache_dtype: round keys and values as a cache of that dtype does, or by a function.
     """
     import torch
     from transformers import DynamicCache
 
+    def rounding(x: np.ndarray, which: str, layer: int) -> np.ndarray:
+        return kv_cache_dtype(x, which, layer) if callable(kv_cache_dtype) else _rounded(x, str(kv_cache_dtype), which)
+
     class Rounded(DynamicCache):
         def update(self, *pair, **kwargs):
             pair_of = zip(pair[:2], ("k", "v"), strict=True)
-            keys, values = (torch.from_numpy(_rounded(x.numpy(), kv_cache_dtype, which)) for x, which in pair_of)
+            keys, values = (torch.from_numpy(rounding(x.numpy(), which, pair[2])) for x, which in pair_of)
             return super().update(keys, values, *pair[2:], **kwargs)
 
     model = _reference_model(path)
@@ -185,6 +189,28 @@ def _rounded(x: np.ndarray, dtype: str, which: str) -> np.ndarray:
     values = x / np.where(scales == 0, 1, scales)
     values = np.rint(values) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return values * scales
+
+
+def rounded_by(keys: Callable[[np.ndarray, int], np.ndarray]) -> Rounding:
+    """Keys [..., K, T, h] of a layer rounded by a function, and values as a cache of int4 does it."""
+    return lambda x, which, layer: _rounded(x, "int4", "v") if which == "v" else keys(x, layer).astype(np.float32)
+
+
+def calibrated_cells(x: np.ndarray) -> np.ndarray:
+    """Turned keys [..., h] as cells of `inferlib.ops.calibrated_cells` have them, float64."""
+    quarters = np.asarray(x, np.float64).reshape(*x.shape[:-1], 4, -1)
+    largest = np.abs(quarters).max(-1, keepdims=True)
+    top = largest.max(-2, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+    middles, best, least = 2.0 ** np.array([5, 3, 2, 2])[:, None], None, np.inf
+    for share in (1, 0.85, 0.7):
+        codes = np.clip(np.ceil(largest * share / np.where(top == 0, 1, top) * 255), 0, 255)
+        codes[..., 0, :] = 255
+        steps = codes / 255 * top / (middles - 0.5)
+        numbers = np.clip(np.floor(quarters / np.where(steps == 0, 1, steps)), -middles, middles - 1) + 0.5
+        error = np.sum((numbers * steps - quarters) ** 2, axis=-1, keepdims=True)
+        best = np.where(error < least, numbers * steps, 0 if best is None else best)
+        least = np.minimum(error, least)
+    return np.asarray(best).reshape(x.shape)
 
 
 def rounded_cells(x: np.ndarray, which: str) -> np.ndarray:
