@@ -61,8 +61,8 @@ class BlockStream:
     queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
     [n, K, T, ...], for n blocks of T positions. counts [n]: units of the block in a buffer; state [SCALARS]: row and
     block to be copied next, and the buffer to be read next; following [B + 1]: the first row from each on that is not
-    empty; semaphores [1 + arrays, n]. owners [2, n]: row and first position of the block in a buffer, for a kernel that
-    asks for them.
+    empty; semaphores [1 + arrays, n]. owners, each [n]: row and first position of the block in a buffer, for a kernel
+    that asks for them.
     """
 
     pages: Pages
@@ -171,7 +171,7 @@ class BlockStream:
         units = jnp.where(left, jnp.minimum(div(length - start + unit - 1, unit), most), 0)
         self.counts[buffer] = units
         if self.owners is not None:
-            self.owners[0, buffer], self.owners[1, buffer] = row, start
+            self.owners[0][buffer], self.owners[1][buffer] = row, start
         slot = start if not pages.ring else self.origin[row] + index * pages.block
         if pages.ring:
             slot = jnp.where(slot >= pages.capacity, slot - pages.capacity, slot)

@@ -87,8 +87,8 @@ class CellWriter:
         """
         stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
         arrays = len(self.staged) // (1 + self.scaled)
-        row, holds = stream.owners[0, buffer], self.has(buffer)
-        first = jnp.where(holds, self._first(buffer), block)
+        row, holds, first = self._new_cells(buffer)
+        first = jnp.where(holds, first, block)
         self.pending[buffer] = first
         cells = [self._cells(buffer, head, arrays) for head in range(heads)]
 
@@ -110,7 +110,8 @@ class CellWriter:
                         merged = jnp.where(lane == place, x, merged)
                     staged[buffer, j, pl.ds(head, 1)] = merged
                 block_copy[at] = merged
-            pl.when(holds)(lambda: self._copy(n, j, buffer, row, start).start())
+            # Made before the condition: under it, every scalar that is read costs instructions to choose its address.
+            pl.when(holds)(self._copy(n, j, buffer, row, start).start)
 
         self._each_tile(first, put_tile)
 
@@ -121,8 +122,7 @@ class CellWriter:
 
     def has(self, buffer: jax.Array) -> jax.Array:
         """True if the block in a buffer has new cells."""
-        has = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
-        return has if self.written is None else has & (self.written[self.stream.owners[0, buffer]] > 0)
+        return self._new_cells(buffer)[1]
 
     def wait(self, buffer: jax.Array | int) -> None:
         """Wait until the tiles that were last sent from a buffer are in the cache."""
@@ -143,9 +143,13 @@ class CellWriter:
             return first + cell
         return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
-    def _first(self, buffer: jax.Array) -> jax.Array:
-        """The place in the block at which the new cells of a buffer's row begin; outside it if they are elsewhere."""
-        return self.stream.length(self.stream.owners[0, buffer]) - self.new - self.stream.owners[1, buffer]
+    def _new_cells(self, buffer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The row of a buffer, whether its block has new cells, and the place in the block at which they begin, which
+        is outside it if they are elsewhere. The compiler reads scalars as often as it is told to, so this does once."""
+        row, start = (owner[buffer] for owner in self.stream.owners)
+        first = self.stream.length(row) - self.new - start
+        has = (self.stream.counts[buffer] > 0) & (first < self.stream.pages.block)
+        return row, has if self.written is None else has & (self.written[row] > 0), first
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:
         """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block."""
@@ -171,13 +175,14 @@ class CellWriter:
     def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):
         """The copy to the cache of array n's j-th staged tile, which begins at `start` in its row's block."""
         stream, pages = self.stream, self.stream.pages
-        at = stream.owners[1, buffer] + start
+        at = stream.owners[1][buffer] + start
         if pages.ring:
             at = stream.origin[row] + at - pages.first(stream.length(row))
             at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
         page = row
         if pages.columns is not None:
-            page, at = stream.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
+            column = jnp.minimum(div(at, pages.slots), pages.columns - 1)  # of a block without new cells, too
+            page, at = stream.table[row * pages.columns + column], rem(at, pages.slots)
         tile = self.staged[n].shape[3]
         target = stream.arrays[n].at[stream.layer[0], page, :, pl.ds(pl.multiple_of(at, tile), tile)]
         return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self.semaphores.at[n, buffer])

@@ -258,7 +258,8 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, blocks: Blocks, querie
     )
     if not writes:
         return scratch
-    return scratch._replace(owners=pltpu.SMEM((2, buffers), jnp.int32), **writer_scratch(cache, buffers, queries))
+    owners = (pltpu.SMEM((buffers,), jnp.int32),) * 2
+    return scratch._replace(owners=owners, **writer_scratch(cache, buffers, queries))
 
 
 def _kernel(

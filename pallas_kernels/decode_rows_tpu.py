@@ -8,7 +8,7 @@ others. Copies are started without a branch too, one for each page of a row, as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +96,7 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
         ),
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
         counts=pltpu.SMEM((buffers,), jnp.int32),
-        owners=pltpu.SMEM((2, buffers), jnp.int32),
+        owners=(pltpu.SMEM((buffers,), jnp.int32),) * 2,
         semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
     )
     return scratch._replace(**writer_scratch(cache, buffers, queries)) if call.writes else scratch
@@ -139,17 +139,20 @@ def _kernel(
     stream.wait(group)
     first = stream.first_buffer(group)
     buffers = [first + i for i in range(together)]
-    for act in (writer.wait, writer.put) if call.writes else ():
-        for buffer in buffers:
-            act(buffer)
-    results.make_room(group)
+    for buffer in buffers if call.writes else ():
+        writer.wait(buffer)
     lengths = [stream.length(group * together + i) for i in range(together)]
     rows = [_Row(call, pages, inputs, scratch, i, *at) for i, at in enumerate(zip(buffers, lengths, strict=True))]
     each = [(row, head) for row in rows for head in range(heads)]
-    logits = [row.logits(head) for row, head in each]
+    logits = []
+    for row in rows:  # a row's products start while the scalar unit computes where the next row's cells go
+        if call.writes:
+            writer.put(row.buffer)
+        logits += [row.logits(head) for head in range(heads)]
     tops = [row.top(head, s) for (row, head), s in zip(each, logits, strict=True)]
     taken = [row.take(head, s, top) for (row, head), s, top in zip(each, logits, tops, strict=True)]
     stream.start_next(group)
+    results.make_room(group)  # a branch: before, it would cut the straight line, and wait longer
     results.put(group, taken, [row.length == 0 for row, _ in each])
     results.send(group)
 
@@ -216,7 +219,7 @@ class _Row:
             p = jnp.where(self.seen, self._scaled(p, 1, head), 0.0)
         values = self.cells[-1][self.buffer, head]
         if values.dtype != jnp.int8:  # which is never NaN
-            values = _zero_outside(values, self._first_seen, self.length - self.start)
+            values = _zero_outside(values, self._first_seen, self.length - self.start, self.pages.unit)
         product = functools.partial(jnp.dot, precision=self.exact, preferred_element_type=jnp.float32)
         return top, total, product(p.astype(self.q.dtype), self._operand(values))
 
@@ -233,15 +236,27 @@ class _Row:
         return x if self.q.dtype == jnp.bfloat16 and x.dtype == jnp.float8_e4m3fn else x.astype(self.q.dtype)
 
 
-def _zero_outside(values: jax.Array, first: jax.Array | None, end: jax.Array) -> jax.Array:
-    """values [T, h] with zeros before position `first` and from `end` on, in words of 32 bits."""
+def _zero_outside(values: jax.Array, first: jax.Array | None, end: jax.Array, unit: int) -> jax.Array:
+    """values [T, h] with zeros before position `first` and from `end` on, in words of 32 bits.
+
+    `first` is None or less than `unit`, so that only so many positions are compared with it.
+    """
     words = pltpu.bitcast(values, jnp.int32)
     packed = values.shape[0] // words.shape[0]
-    position, bits = packed * lax.broadcasted_iota(jnp.int32, words.shape, 0), 32 // packed
-    inside = jnp.zeros(words.shape, jnp.int32)
+    words &= _fields(words.shape, packed, lambda position, n: position < end - n)
+    if first is not None:
+        head = words[: unit // packed]
+        head &= _fields(head.shape, packed, lambda position, n: position >= first - n)
+        words = jnp.concatenate([head, words[unit // packed :]]) if unit < values.shape[0] else head
+    return pltpu.bitcast(words, values.dtype)
+
+
+def _fields(shape: tuple[int, ...], packed: int, chosen: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """A mask of words, `packed` positions each: chosen(p, n) says of the word that begins at p if its n-th is in it."""
+    position, bits = packed * lax.broadcasted_iota(jnp.int32, shape, 0), 32 // packed
+    mask = jnp.zeros(shape, jnp.int32)
     for n in range(packed):
         field = ((1 << bits) - 1) << n * bits
         field = jnp.int32(field - (1 << 32) if field >> 31 else field)
-        ok = position < end - n
-        inside |= jnp.where(ok if first is None else ok & (position >= first - n), field, 0)
-    return pltpu.bitcast(words & inside, values.dtype)
+        mask |= jnp.where(chosen(position, n), field, 0)
+    return mask

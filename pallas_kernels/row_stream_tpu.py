@@ -23,9 +23,10 @@ class RowStream:
     A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live.
     lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
     queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
-    [n, K, T, ...], for n rows: a power of two groups. counts [n]: tiles of the row in a buffer; owners [2, n]: row and
-    first position of it; semaphores [1 + arrays, n]. in_tiles: copy tile by tile, as Pallas' own interpreter knows no
-    copies whose size it learns at run time.
+    [n, K, T, ...], for n rows: a power of two groups. counts [n]: tiles of the row in a buffer; owners, each [n]: row
+    and first position of it, apart, as an index of two numbers costs the scalar unit several instructions; semaphores
+    [1 + arrays, n]. in_tiles: copy tile by tile, as Pallas' own interpreter knows no copies whose size it learns at run
+    time.
     """
 
     pages: Pages
@@ -39,7 +40,7 @@ class RowStream:
     query_buffers: Any
     buffers: Sequence[Any]
     counts: Any
-    owners: Any
+    owners: Sequence[Any]
     semaphores: Any
     in_tiles: bool
 
@@ -97,7 +98,7 @@ class RowStream:
         length = self.length(row)
         start = pages.first(length)
         count = jnp.where(there, div(length - start + unit - 1, unit), 0)
-        self.counts[buffer], self.owners[0, buffer], self.owners[1, buffer] = count, row, start
+        self.counts[buffer], self.owners[0][buffer], self.owners[1][buffer] = count, row, start
         slot = self.origin[row] if pages.ring else start
         left, done, at = count, 0, rem(slot, pages.slots) if pages.columns is not None else slot
         column = div(slot, pages.slots)
