@@ -15,7 +15,7 @@ class Buckets:
     prefill: prompt tokens of a step; a longer prompt takes several steps.
     batch: rows that decode together.
     cache: positions that attention reads; the last one is the longest sequence.
-    tile: a step's prompt tokens are tiles of so many, each of one prompt, so that prompts of any lengths share a step.
+    tile: a step's prompt tokens are tiles of this size, each of one prompt, so prompts of any lengths share a step.
         None: a step prefills one chunk of a bucket's size, or several that are as large as the largest together.
     """
 

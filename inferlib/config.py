@@ -84,7 +84,7 @@ class PoolSize(NamedTuple):
     queries: int = 0
 
     def compacted(self, policy: CachePolicy | None, bound: int | None) -> PoolSize:
-        """This pool with rows that a policy bounds to so many cells; None: rows are not compacted."""
+        """This pool with rows that a policy bounds to `bound` cells; None: rows are not compacted."""
         if policy is None or bound is None:
             return self
         return self._replace(bound=bound, massed=policy.counts_mass, queries=policy.queries)
@@ -135,8 +135,8 @@ class EngineConfig:
     sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
     cache_policy: which positions of a row its cache keeps; None: all.
     adapters: how many adapters may be on the devices; None: programs take none.
-    depthwise_batching: decode programs have rows at different steps of a loop's core; a number: so many wait before the
-    rest of the model runs for them, see `inferlib.programs.depthwise`.
+    depthwise_batching: decode programs have rows at different steps of a loop's core; a number: how many wait before
+    the rest of the model runs for them, see `inferlib.programs.depthwise`.
     """
 
     max_batch: int
@@ -367,13 +367,13 @@ class EngineConfig:
 
     @property
     def prefill_unit(self) -> int:
-        """Steps that end within a prompt end at a multiple of so many tokens. So no run of chunk tokens that divides it
-        spans two pages."""
+        """Steps that end within a prompt end at a multiple of this number of tokens. So no run of chunk tokens that
+        divides it spans two pages."""
         return math.gcd(self.page_size, self.buckets.tile or self.row_tokens)
 
     @property
     def row_tokens(self) -> int:
-        """Most prompt tokens of one row in a step. A ring has so many slots beyond its window."""
+        """Most prompt tokens of one row in a step. A ring has as many slots beyond its window."""
         return self.row_limit or self.buckets.prefill[-1]
 
     def check_model(self, model: ModelConfig, draft: ModelConfig | None = None) -> None:
@@ -536,7 +536,7 @@ class EngineOptions:
         default the highest of those that `LLM` is given, or 16.
     depthwise_batching: of a model with `early_exit`: a decode step runs the core's next step for each row, wherever it
         is, and the rest of the model once enough rows have left, so that the deepest one does not hold the others up
-        (continuous depth-wise batching); a number: once so many wait. It changes no result, and pays where the core
+        (continuous depth-wise batching); a number: once that many wait. It changes no result, and pays where the core
         takes most of the time and depths differ, see `benchmarks/depthwise.py`. By default passes run until all tokens
         have left.
     """
@@ -837,8 +837,8 @@ def check_draft(draft: ModelConfig, target: ModelConfig, max_len: int = 0) -> No
 
 
 def _tile(platform: str, shards: Shards, model: ModelConfig | None, multiple: int = 1) -> tuple[int | None, int | None]:
-    """Tokens of a tile, a multiple of so many, and most prompt tokens of a step; None, None if prompts are not packed
-    by default.
+    """Tokens of a tile, a multiple of `multiple`, and most prompt tokens of a step; None, None if prompts are not
+    packed by default.
 
     The kernels of TPUs and Trainium read a prompt's cache once a chunk, so long chunks suit them. So they do latent
     attention, which expands the cache once a chunk, and recurrent layers, which take the tiles of a step one after the
@@ -859,7 +859,7 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None, multiple: in
 
 
 def _row_limit(buckets: Buckets, model: ModelConfig | None, *, compacted: bool) -> int | None:
-    """See `EngineConfig.row_limit`. compacted: prompts are compacted after so many tokens."""
+    """See `EngineConfig.row_limit`. compacted: prompts are compacted after that many tokens."""
     most = buckets.prefill[-1]
     rings = model is not None and any(layer.attention.reach is not None for layer in model.layers)
     if buckets.tile is None or not (rings or compacted):

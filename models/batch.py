@@ -76,8 +76,8 @@ class StepContext:
     cache is page r. run (static): no such run of a chunk's tokens from its first on spans two pages; None: no chunk
     does. limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
-    are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): the hidden states after
-    so many layers each are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
+    are. prefixes: what decode rows share, if that is to be read once. feature_layers (static): numbers of layers behind
+    which the hidden states are returned too, see `Decoder`. adapters [R] int32: the slot of each row's adapter; None:
     weights have no adapters. selected (static): how many blocks of a row decode attention reads where the cache has
     summaries of them; None: all. sparse (static): how chunks list the blocks that they attend to; None: they attend to
     all. depths: how many steps of a loop's core each row takes; None: all. dropped [R] int32: how many positions before

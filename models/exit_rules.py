@@ -76,7 +76,7 @@ def rule_of(
 
 
 def blocks_of(tokens: int) -> tuple[int, int]:
-    """How many blocks a `Divergence` takes so many tokens in, and how many tokens each of them has."""
+    """How many blocks a `Divergence` takes `tokens` tokens in, and how many tokens each block has."""
     return (1, tokens) if tokens <= _TOKENS else (-(-tokens // _TOKENS), _TOKENS)
 
 

@@ -117,7 +117,7 @@ def _words(rng: np.random.Generator, count: int) -> str:
 @dataclass(frozen=True)
 class Load:
     """When requests are sent: `rate` a second, at random times (a Poisson process), or `concurrency` at a time; with
-    both, at these times and no more than so many. Neither: all at once. A trace has its own times."""
+    both, at these times and no more than that many. Neither: all at once. A trace has its own times."""
 
     rate: float | None = None
     concurrency: int | None = None

@@ -42,7 +42,7 @@ _SCALES = np.dtype(np.float32)
 ONE_DEVICE = Shards()
 _WHOLE = PoolSize()
 _TABLE_BYTES = 512 << 10  # of a TPU's scalar memory, for the table of pages
-# Snapshots by default: one for each row, up to so many of a replica, in at most this share of the memory that rows and
+# Snapshots by default: one for each row, up to this number a replica, in at most this share of the memory that rows and
 # one sequence leave; where the memory is not known, up to fewer.
 _SNAPSHOTS, _OF_REST, _CAUTIOUS = 64, 0.25, 8
 
@@ -71,7 +71,7 @@ class CacheArray:
         return self._bytes_without(shards, axes.LAYERS, axes.PAGES)
 
     def of(self, entries: int) -> CacheArray:
-        """One with so many pages or rows."""
+        """An array with `entries` pages or rows."""
         dim = self.axes.index(axes.PAGES)
         return replace(self, shape=(*self.shape[:dim], entries, *self.shape[dim + 1 :]))
 
@@ -258,7 +258,7 @@ class CachePlan:
         return self.pages * self.page
 
     def tokens_in(self, memory: int, shards: Shards = ONE_DEVICE) -> int:
-        """How many tokens the pages of all replicas hold if the cache has so many bytes on each device."""
+        """How many tokens the pages of all replicas hold if the cache has `memory` bytes on each device."""
         of_page, of_rows = self.bytes_of(shards)
         return max(memory - of_rows, 0) // of_page * self.page * shards.replicas if of_page else self.tokens
 

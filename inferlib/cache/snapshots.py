@@ -26,7 +26,7 @@ class Snapshot:
     nodes: list[Node] = field(default_factory=list, repr=False)
 
     def resume_position(self, tokens: int) -> int:
-        """The position from which a sequence goes on that has so many tokens in common with the row; 0 if none."""
+        """The position from which a sequence goes on that has `tokens` tokens in common with the row; 0 if none."""
         behind = min(tokens, self.last)
         return behind if behind >= self.first else 0
 
@@ -51,7 +51,7 @@ class Snapshots:
     """The `count` snapshots of a replica, which go with pages of the tree.
 
     page, unit: see `PrefixTree`. slack: how far a row may be ahead of where another sequence goes on. A ring has room
-    for so many tokens behind those that a window sees; a state, whose slack is 0, has none.
+    for that many tokens behind those that a window sees; a state, whose slack is 0, has none.
 
     A snapshot goes when all its pages have left the tree, or when another one needs its place and it is the one that
     was not used for the longest time. leaving: called with a snapshot that goes, or that loses the page its tokens end

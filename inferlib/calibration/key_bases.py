@@ -64,7 +64,7 @@ def measure_key_bases(
 
 
 class Covariance:
-    """The covariance of the keys of each KV head, of windows of so many tokens."""
+    """The covariance of the keys of each KV head, over windows of `width` tokens."""
 
     def __init__(self, width: int):
         self.width, self.count = width, 0

@@ -63,7 +63,7 @@ def calibrate_cache(
 
 
 class _Products:
-    """The sums of k k^T and of q q^T for each KV head, of windows of so many tokens."""
+    """The sums of k k^T and of q q^T for each KV head, over windows of `width` tokens."""
 
     def __init__(self, width: int):
         self.width = width

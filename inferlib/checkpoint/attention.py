@@ -43,7 +43,7 @@ class _Tensors:
 
 
 def fused_rows(whole: Piece, counts: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Cut a fused tensor into pieces of so many rows."""
+    """Cut a fused tensor into pieces of `counts` rows."""
     ends = accumulate(counts, initial=0)
     return tuple(Piece(whole.tensor, whole.shape, rows) for rows in pairwise(ends))
 

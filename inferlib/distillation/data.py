@@ -16,7 +16,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.option_checks import ConfigurationError
 
 TESTED = 64  # texts that a head is measured on
-_PROMPT = 4  # one of so many tokens of those is the prompt
+_PROMPT = 4  # a test's prompt is its first 1 / _PROMPT of the tokens
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class TrainingSettings:
 
     steps: of the optimizer. batch: rows of a step, over all devices. length: tokens of a row. lr: the highest learning
     rate, reached after `warmup` steps and followed by a cosine down to a tenth. clip: largest norm of a gradient. seed:
-    of order, and of weights that begin at random. devices: so many share each batch; None: all. save_every: steps
+    of order, and of weights that begin at random. devices: how many share each batch; None: all. save_every: steps
     between checkpoints. log_every: steps between lines of the log.
 
     Raises ConfigurationError for others.
@@ -66,8 +66,8 @@ class DistillSettings(TrainingSettings):
 
     draft_vocab: how many of the model's tokens the head can draft, those that the texts have most of; None: 8192, or
     all of a smaller vocabulary. unroll: drafts in a row that the head is trained on (training-time test), each of which
-    weighs `decay` times the one before. continuations: so many training rows are the beginnings of texts that the model
-    itself goes on with, greedily, and half of each batch is of these.
+    weighs `decay` times the one before. continuations: how many training rows are beginnings of texts that the model
+    itself goes on with, greedily; half of each batch is of these.
 
     Raises ConfigurationError for others.
     """

@@ -54,8 +54,8 @@ class BoundedCache:
         return 0
 
     def settle(self, s: Sequence, taken: int) -> None:
-        """A dispatch advanced a row by so many tokens, fewer than the host thought: what it asked for may have come too
-        early, and a row that did not advance waits for it."""
+        """Note that a dispatch advanced a row by `taken` tokens, fewer than the host thought. What it asked for may
+        have come too early, and a row that did not advance waits for it."""
         if s.status is not Status.DECODE:
             return
         least = max(self._first(s), s.length - 1 + (taken > 0))

@@ -77,7 +77,7 @@ class Cascade:
         return Cascade(config, plan.page, -(-layers * _LAUNCHES[config.platform] // page_bytes))
 
     def prefixes(self, decoding: SequenceOf[Sequence], rows: int) -> np.ndarray | None:
-        """The packed prefixes of a program with so many rows on each replica, int32 [replicas * T, 1 + m] (see
+        """The packed prefixes of a program with `rows` rows on each replica, int32 [replicas * T, 1 + m] (see
         `programs.arguments.unpack_prefixes`). None if too few pages are saved."""
         if not self.config.cascade or rows < LEAST_SHARING:
             return None

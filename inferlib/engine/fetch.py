@@ -12,7 +12,7 @@ SourceName = Literal["host", "disk", "prefill"]
 class Fetch:
     """Pages of a sequence from its page number `first` on. pending: they are on their way; after that `pages` are the
     contents of those that came, each with the source that it came from. cached: how many of the sequence's tokens were
-    computed for others before; None: all that come. place: if it is not 0, the last of them is a place behind so many
+    computed for others before; None: all that come. place: if it is not 0, the last of them is a place behind that many
     tokens (see `inferlib.engine.places`), without which the others are of no use."""
 
     first: int

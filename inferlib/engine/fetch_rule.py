@@ -15,7 +15,7 @@ class Rate:
         self._units = self._seconds = 0.0
 
     def add(self, units: float, seconds: float) -> None:
-        """Count so many units that took so many seconds."""
+        """Count units that took some seconds."""
         self._units = _WEIGHT * self._units + units
         self._seconds = _WEIGHT * self._seconds + seconds
 
@@ -37,7 +37,7 @@ class FetchRule:
         self._against = 0
 
     def choose(self, tokens: int, nbytes: int) -> dict[SourceName, bool]:
-        """Which tiers to fetch so many bytes from, in place of computing so many tokens."""
+        """The tiers to fetch `nbytes` bytes from, in place of computing `tokens` tokens."""
         host = self._faster(tokens, nbytes, self.link)
         disk = self._faster(tokens, nbytes, self.link, self.disk)
         if host and not disk:

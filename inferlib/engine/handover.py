@@ -47,7 +47,7 @@ class Handover:
             self._write_places.prepare_write()
 
     def nbytes(self, pages: int, place: bool) -> int:
-        """Bytes that so many pages take on a device that decodes, at most. place: the last one is that of a place."""
+        """Bytes that `pages` pages take on a device that decodes, at most. place: the last one is that of a place."""
         of_pages = pages * self._write.call_bytes // self._write.most
         return of_pages + (self._write_places.write_bytes if place and self._write_places is not None else 0)
 

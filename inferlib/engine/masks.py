@@ -66,5 +66,5 @@ def _without_ends(s: Sequence, constraint: Constraint, mask: np.ndarray, drafts:
 
 
 def _must_go_on(s: Sequence, constraint: Constraint, count: int) -> bool:
-    """True if no end of the grammar may be chosen behind so many tokens."""
+    """True if no end of the grammar may be chosen behind `count` tokens."""
     return constraint.free or count < s.params.min_tokens or not s.stop_ids.issuperset(constraint.ends)

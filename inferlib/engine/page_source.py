@@ -114,7 +114,7 @@ class PageSource(ABC):
         """The cache, which is donated, with the pages that sequences fetched."""
 
     def learn(self, tokens: int, seconds: float) -> None:  # noqa: B027
-        """Steps of the engine took so long to compute so many tokens of prompts."""
+        """Learn that steps of the engine took `seconds` to compute `tokens` tokens of prompts."""
 
     def wait(self, seconds: float) -> None:
         """Wait until what some sequence fetches is there, if any does, but not longer."""

@@ -130,8 +130,8 @@ def key_of_snapshot(snapshot: Snapshot, page: int) -> bytes:
 
 
 def places_of(s: Tokens, page: int, unit: int, beyond: int) -> Iterator[Place]:
-    """The places of a sequence beyond so many of its tokens, the last one first: multiples of the unit, but not behind
-    its last token, whose logits are computed in any case."""
+    """The places of a sequence behind its first `beyond` tokens, the last one first: multiples of the unit, but not
+    behind its last token, whose logits are computed in any case."""
     end = (s.length - 1) // unit * unit
     size = page * _TOKEN
     keys = list(page_keys(s.cache_key, s.encoded[: end * _TOKEN], size))

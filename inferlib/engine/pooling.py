@@ -19,7 +19,7 @@ def check_pooling(pooling: Any) -> Pooling:
 
 
 def pooled(detail: np.ndarray, tokens: int, pooling: Pooling, normalize: bool) -> np.ndarray:
-    """The embedding [D] of a prompt of so many tokens. detail [2, D]: its hidden states' sum, and the last one."""
+    """The embedding [D] of a prompt of `tokens` tokens. detail [2, D]: its hidden states' sum, and the last one."""
     vector = detail[1] if pooling == "last" else detail[0] / np.float32(tokens)
     length = np.linalg.norm(vector)
     return vector / length if normalize and length > 0 else vector

@@ -37,7 +37,7 @@ class Profit:
         self._seconds: dict[tuple[str, int, int], float] = {}  # of a step, by mode, rows and drafts
 
     def choose(self, sequences: SequenceOf[Sequence], mode: Mode, rows: int) -> int:
-        """How many tokens each step of a dispatch drafts for these sequences, in a program of so many rows."""
+        """How many tokens each step of a dispatch drafts for these sequences, in a program of `rows` rows."""
         likely = [min(self.acceptance(s), 0.99) for s in sequences]
 
         def rate(count: int) -> float:

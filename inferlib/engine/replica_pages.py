@@ -16,9 +16,9 @@ from inferlib.programs.row_changes import Restore, Save
 class ReplicaPages:
     """A pool of `count` pages of `page` positions, and the tree of those whose cells other sequences can read.
 
-    unit: a sequence goes on behind a multiple of so many tokens; None: no pages are shared. evicting: called with each
-    node whose page is taken for others. cells: for how many a sequence gets pages when it starts; by default for its
-    context.
+    unit: a sequence goes on behind a multiple of this many tokens; None: no pages are shared. evicting: called with
+    each node whose page is taken for others. cells: for how many a sequence gets pages when it starts; by default for
+    its context.
 
     A sequence that starts takes the pages of the tree that its tokens begin with, of the one behind them a copy, and
     new pages for the rest. These enter the tree at once, for others to wait for them until they are written. What it
@@ -75,7 +75,7 @@ class ReplicaPages:
         return self.pool.take(count)
 
     def evict(self, count: int) -> None:
-        """Free so many pages that no sequence needs, or all."""
+        """Free `count` pages that no sequence needs, or all of these if there are fewer."""
         if (tree := self.tree) is None:
             return
         for _ in range(min(count, tree.idle)):

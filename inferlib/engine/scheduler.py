@@ -31,7 +31,7 @@ from inferlib.programs.keys import DEVICE_MODES, MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Save
 from inferlib.sampling.sampler import counts_of
 
-# A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
+# A request goes before those of the next lower priority that came up to this many requests earlier. So none starves.
 LEAD = 1000
 
 
@@ -182,8 +182,10 @@ class Scheduler:
         sequence.row = -1
 
     def settle(self, sequence: Sequence, key: ProgramKey, taken: int) -> None:
-        """A dispatch advanced a sequence by so many tokens. They are fewer than its steps if the sequence ended, the
-        device returned early for a waiting prompt, or the row waited to be compacted; and with drafts they are more.
+        """Note that a dispatch advanced a sequence by `taken` tokens.
+
+        They are fewer than its steps if the sequence ended, the device returned early for a waiting prompt, or the row
+        waited to be compacted. With drafts they are more.
         """
         if taken < key.steps:
             self._repeats = 0
@@ -262,7 +264,7 @@ class Scheduler:
         return self._decode(decoding, unfinished, now, drafts) if unfinished else None
 
     def _steps(self, wanted: int) -> int:
-        """Steps of a decode dispatch where so many are wanted: one if the host has a part in the choice of tokens, and
+        """Steps of a decode dispatch where `wanted` are wanted: one if the host has a part in the choice of tokens, and
         no single step where there is no program of one."""
         rows, active = self.config.rows, [s for s in self.running.values() if s.may_be_active]
         if any(s.mode == "processed" for s in active):
@@ -396,7 +398,7 @@ class Scheduler:
         s.pages += pages
 
     def _covered(self, count: int) -> list[Sequence]:
-        """The sequences that may be active, with pages for so many tokens more; some may be preempted for them."""
+        """The sequences that may be active, with pages for `count` more tokens; some may be preempted for them."""
         decoding = [s for s in self.running.values() if s.may_be_active]
         page = self.page
         short = [s for s in decoding if s.length_after(count) > len(s.pages) * page]

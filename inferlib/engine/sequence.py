@@ -165,7 +165,7 @@ class Sequence:
         return length if bound is None or length < bound else bound
 
     def position_after(self, count: int) -> int:
-        """The position of its next token without a cell, at most, after so many tokens more."""
+        """The position of its next token without a cell, at most, after `count` more tokens."""
         scheduled = self.scheduled + count
         return len(self.prompt) + (scheduled if scheduled < self.max_tokens else self.max_tokens) - 1
 

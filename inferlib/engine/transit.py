@@ -25,7 +25,7 @@ class Transit:
         self._batches: list[Batch] = []
 
     def make_room(self, nbytes: int) -> None:
-        """Wait for what left first, until so many bytes more may leave."""
+        """Wait for what left first, until `nbytes` more bytes may leave."""
         self._batches = [batch for batch in self._batches if not batch.arrived()]
         while self._batches and sum(batch.nbytes for batch in self._batches) + nbytes > MOST_BYTES:
             self._batches.pop(0).wait()

@@ -19,7 +19,8 @@ Ran = tuple[Decoder, jax.Array]  # a decoder, and its last hidden states [B, T, 
 
 
 def _in_parts(of_part: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """The mean of a function of rows, for so many at once as logits have room. Gradients compute each part again."""
+    """The mean of a function of rows, computed for as many at once as have room for logits. Gradients compute each part
+    again."""
     count, length = rows[0].shape[:2]
     at_once = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * length <= _LOGITS))
     parts = [x.reshape(count // at_once, at_once * x.shape[1], *x.shape[2:]) for x in rows]

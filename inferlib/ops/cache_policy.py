@@ -113,7 +113,7 @@ def distinct_keys(cells: Cells) -> jax.Array:
 
 
 def _pooled(scores: jax.Array, width: int) -> jax.Array:
-    """Scores [..., P] averaged over so many positions around each, an odd number; 0 stands beyond the ends."""
+    """Scores [..., P] averaged over `width` positions around each, an odd number; 0 stands beyond the ends."""
     count = scores.shape[-1]
     padded = jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(width // 2, width // 2)])
     return sum((padded[..., i : i + count] for i in range(width)), jnp.zeros_like(scores)) / width
@@ -150,7 +150,7 @@ class CachePolicy:
     """What a row's cache keeps, for each layer and KV head.
 
     method: one of METHODS. budget: positions that a row keeps when it is compacted, with the first `SINKS` and the
-    newest `interval` among them. interval: a row that decodes is compacted whenever it has so many more. Raises
+    newest `interval` among them. interval: a row that decodes is compacted whenever it has this many more. Raises
     ValueError for others.
     """
 

@@ -37,7 +37,7 @@ class CalibratedCells:
         return size // 2 + 5
 
     def size(self, nbytes: int) -> int:
-        """Numbers of a cell of so many bytes."""
+        """How many numbers a cell of `nbytes` bytes has."""
         return (nbytes - 5) * 2
 
     def encode(self, x: jax.Array) -> jax.Array:

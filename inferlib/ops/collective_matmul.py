@@ -12,8 +12,8 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 
-# From so many rows on a device, a product in one step for each device takes little longer than in one step, by the TPU
-# compiler's estimate. With fewer rows, the matrix unit waits for its weights in each step.
+# From this many rows on a device, a product in one step for each device takes little longer than in one step, by the
+# TPU compiler's estimate. With fewer rows, the matrix unit waits for its weights in each step.
 LEAST_ROWS = 128
 # The same for a weight that does not stay on chip: with fewer rows, reading it in each step takes longer than the
 # products.

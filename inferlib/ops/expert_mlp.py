@@ -36,7 +36,7 @@ class ExpertWeights:
     activation: object = field(default=None, metadata={"static": True})
 
 
-# Up to so many tokens the kernel is faster than sorting them by expert.
+# Up to this many tokens the kernel is faster than sorting them by expert.
 MOST_TOKENS = 128
 MOST_TOKENS_4_BIT = 32  # the same for weights of four bits
 

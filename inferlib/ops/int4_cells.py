@@ -45,7 +45,7 @@ class Cells:
         return size * self.bits // 8 + (size // self.group if self.group else 0) + 2
 
     def size(self, nbytes: int) -> int:
-        """Numbers of a cell of so many bytes."""
+        """How many numbers a cell of `nbytes` bytes has."""
         return (nbytes - 2) * 8 // (self.bits + (8 // self.group if self.group else 0))
 
     def encode(self, x: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def unsupported(size: int) -> str | None:
 
 
 def cells_of_keys(nbytes: int) -> Cells | CalibratedCells:
-    """How keys are stored in cells of so many bytes."""
+    """How keys are stored in cells of `nbytes` bytes."""
     return CALIBRATED_KEYS if nbytes % 2 else KEYS
 
 

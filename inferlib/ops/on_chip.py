@@ -44,7 +44,7 @@ def choose(weights: Sequence[Any], backend: Backend) -> Choice:
 
 
 def loop_weights(weights: Any, rows: int, backend: Backend) -> Any:
-    """A tree of weights as products of so many rows take them in a loop. What is no `PackedTensor` stays as it is."""
+    """A tree of weights as products of `rows` rows take them in a loop. What is no `PackedTensor` stays as it is."""
     leaves, tree = jax.tree.flatten(weights, is_leaf=_is_packed)
     packed = [leaf for leaf in leaves if _is_packed(leaf)]
     if rows > MEMORY_BOUND_ROWS or not packed or choose(packed, backend).name == "xla":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm
     from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-# Up to so many rows, the kernel also multiplies by weights that XLA could read: reading memory takes the time.
+# Up to this many rows, the kernel also multiplies by weights that XLA could read: reading memory takes the time.
 MEMORY_BOUND_ROWS = 64
 MOST_ROWS = 512  # most rows that the kernel of products takes at once
 

@@ -35,7 +35,7 @@ from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
 
 METHODS = ("quest", "loki")
-# Up to so many blocks of a row are compared with one another, in a fraction of the time that a TPU takes to sort them.
+# The most blocks of a row that are compared with one another, in a fraction of the time that a TPU takes to sort them.
 _COUNTED = 512
 _TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
 
@@ -195,7 +195,7 @@ def write_summaries(
 
 
 def selects(columns: int, summaries: Shaped, count: int) -> bool:
-    """True if rows of so many pages have more blocks than are read."""
+    """True if rows of `columns` pages have more than `count` blocks, which are all that is read."""
     return columns * summaries.shape[-3] > count
 
 

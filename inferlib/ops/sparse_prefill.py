@@ -26,7 +26,7 @@ from inferlib.ops.option_text import read_option
 from inferlib.ops.prefill_attention import BlockList
 
 BLOCK, STRIDE = 128, 16
-SAMPLED = 32  # of so many tokens in a row one is a sample
+SAMPLED = 32  # one token is a sample among this many
 LEAST = 3  # the first block, and two that a tile may lie in
 SHARE = 0.25
 _TEXT = re.compile(r"([a-z]+):(\d*\.?\d+)(?::(\d*\.?\d+))?")
@@ -67,8 +67,8 @@ class SparsePrefill:
         return f"{self.method}:{self.threshold:g}:{self.share:g}"
 
     def max_blocks(self, max_len: int, slots: int) -> int:
-        """The most blocks of a list, for sequences of up to max_len tokens and a cache of so many slots a row. The same
-        for all lengths of the cache, so that a row's lists do not depend on the rows beside it."""
+        """The most blocks of a list, for sequences of up to max_len tokens and a cache of `slots` slots a row. It is
+        the same for all lengths of the cache, so that a row's lists do not depend on the rows beside it."""
         return min(max(math.ceil(self.share * blocks_in(max_len)), LEAST), blocks_in(slots))
 
 

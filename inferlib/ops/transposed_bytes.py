@@ -29,5 +29,5 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def transposable(rows: int) -> bool:
-    """Whether `transposed` takes a matrix of so many rows."""
+    """Whether `transposed` takes a matrix of `rows` rows."""
     return rows % _BYTES == 0

@@ -315,7 +315,7 @@ class Deployed:
         return self.shards.size(axes.POSITIONS) == self.shards.size(axes.TOKENS) == 1
 
     def cells(self, position: float) -> float:
-        """How many cells a row of so many tokens has while it decodes, on average."""
+        """How many cells a row of `position` tokens has while it decodes, on average."""
         policy = self.cache_policy
         return position if policy is None or position < policy.compacts_at else policy.budget + policy.interval / 2
 
@@ -422,7 +422,7 @@ class Deployed:
         return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
 
     def _multiplied(self, tokens: float) -> list[Matrix]:
-        """The matrices, each as often as a step of so many tokens multiplies by it. A loop whose weights stay on chip
+        """The matrices, each as often as a step of `tokens` tokens multiplies by it. A loop whose weights stay on chip
         reads them for the first time only."""
         matrices, once = [], self.reads_core_once(tokens)
         for m in (*self.matrices, *self._compared):
@@ -432,7 +432,7 @@ class Deployed:
         return matrices
 
     def reads_core_once(self, tokens: float) -> bool:
-        """Whether a step of so many tokens on a device keeps the weights of a loop on chip."""
+        """Whether a step of `tokens` tokens on a device keeps the weights of a loop on chip."""
         return tokens <= MEMORY_BOUND_ROWS and self.loop_weights.name != "xla"
 
     @cached_property
@@ -471,7 +471,7 @@ class Deployed:
         return 2.0 * 4.0 * block.layers * q.tokens * block.heads * (spec.head_dim + 1) * count * (count > 1)
 
     def _logits(self, mode: Mode, rows: float) -> float:
-        """Bytes of the passes over the logits of a step that samples for so many rows."""
+        """Bytes of the passes over the logits of a step that samples for `rows` rows."""
         vocab, chip = self.model.layout.vocab // self.shards.size(axes.VOCAB), self.target.chip
         on_chip = 4 * rows * vocab <= chip.vmem_bytes - chip.scratch_bytes
         return 0.0 if on_chip else logits_bytes(mode, rows, vocab)

@@ -66,9 +66,11 @@ class DeployedLayer(Deployed):
 
 
 def drafting_seconds(drafting: Deployed, rows: int, live: float, count: int) -> float:
-    """Seconds of so many drafts of each row. The first step of them also runs tokens that were generated since the last
-    one: the one before the last token, or of what keeps states or reads features all of them, up to as many as were
-    verified."""
+    """Seconds that `count` drafts of each row take.
+
+    The first step of them also runs tokens that were generated since the last one: the token before the last, or all of
+    them where a draft keeps states or reads features, up to as many as were verified.
+    """
     recurrent = any(keeps_state(layer.attention) for layer in drafting.config.layers)
     before = count if recurrent or isinstance(drafting, DeployedLayer) else 1
     first, each = (step_time(drafting.decode(rows, live, drafts=n), drafting.network).seconds for n in (before, 0))

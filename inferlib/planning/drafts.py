@@ -70,5 +70,5 @@ class Drafts:
         return Drafts(chosen, acceptance, model, head)
 
     def tokens(self, count: int) -> float:
-        """Tokens that a row gets of a step with so many drafts, on average (Leviathan et al. 2023, equation 1)."""
+        """Tokens that a row gets of a step with `count` drafts, on average (Leviathan et al. 2023, equation 1)."""
         return sum(self.acceptance**i for i in range(count + 1))

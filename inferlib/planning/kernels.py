@@ -49,7 +49,7 @@ def numbers_of(weight: WeightSpec, rows: int) -> str:
 
 
 def dense_rate(tokens: float, backend: Backend) -> Rate:
-    """The rate of products with weights that are stored as they are, in a step of so many tokens."""
+    """The rate of products with weights that are stored as they are, in a step of `tokens` tokens."""
     if not fetches_ahead(tokens, backend):
         return of_tpu("mx_matmul", backend)
     return rates.XLA_GPU if backend.matmul == "pallas_gpu" else rates.PEAK

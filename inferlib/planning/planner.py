@@ -301,7 +301,7 @@ def rank(
 
 
 def check_depth(depth: int, config: ModelConfig, target: Target) -> None:
-    """Raise PlanError if no pass of a model on a target runs so many steps of its core."""
+    """Raise PlanError if no pass of a model on a target runs `depth` steps of its core."""
     try:
         depth_of(depth, None, config)
     except ValueError as error:

@@ -79,7 +79,7 @@ class ChunkInput(NamedTuple):
 
 
 def prefix_shape(rows: int) -> tuple[int, int]:
-    """The shape [T, 1 + m] of packed prefixes: T tiles of `m` rows each, for a program of so many rows on a replica."""
+    """The shape [T, 1 + m] of packed prefixes: T tiles of m rows each, for a program of `rows` rows on a replica."""
     return max(2, rows // 8), 1 + min(rows, _TILE_ROWS)
 
 

@@ -50,8 +50,10 @@ TRIPS_WITHOUT_HOST = 4
 
 @dataclass(frozen=True)
 class Quorum:
-    """How many rows wait before they are served. rows: so many, of fewer rows all; None: as many as cost least. ratio:
-    q of the module's rule."""
+    """How many rows wait before they are served.
+
+    rows: this number, or all rows if there are fewer; None: as many as cost least. ratio: q of the module's rule.
+    """
 
     rows: int | None
     ratio: float

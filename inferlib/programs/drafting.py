@@ -81,7 +81,7 @@ class Drafting:
         return DraftTools(*modules, context, partial(self.next_token, rows), columns, most, config.shards)
 
     def next_token(self, rows: RowState, logits: jax.Array, ahead: jax.Array | int) -> jax.Array:
-        """The token [B] that each row would choose by logits [B, V], so many tokens ahead of its next one."""
+        """The token [B] that each row would choose by logits [B, V], `ahead` tokens ahead of its next one."""
         vocabulary = self.program.vocabulary
         if self.program.key.mode == "greedy":
             return sample(logits, None, None, None, mode="greedy", vocabulary=vocabulary).token

@@ -520,11 +520,11 @@ class ProgramSet:
         return self._unsettled_of.setdefault(first, inputs)
 
     def _logits(self, rows: int, drafts: int = 0) -> Any:
-        """Logits of so many rows of each replica as a shape; None of none."""
+        """The shape of logits of `rows` rows of each replica; None if there are no rows."""
         return self._of_rows(rows, drafts, self.state.counts.shape[1], jnp.float32, axes.VOCAB)
 
     def _mask(self, rows: int, drafts: int = 0) -> Any:
-        """The masks of so many rows of each replica as a shape; None of none."""
+        """The shape of masks of `rows` rows of each replica; None if there are no rows."""
         return self._of_rows(rows, drafts, mask_words(self.state.counts.shape[1]), jnp.int32, None)
 
     def _of_rows(self, rows: int, drafts: int, width: int, dtype: Any, axis: str | None) -> Any:

@@ -80,7 +80,7 @@ class Adapt(NamedTuple):
 
 
 class Deepen(NamedTuple):
-    """A row takes so many steps of a loop's core, see `RowState.depth`."""
+    """A row takes another number of steps of a loop's core, see `RowState.depth`."""
 
     row: int
     steps: int

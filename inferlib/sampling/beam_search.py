@@ -76,7 +76,7 @@ class BeamSearch:
         """Follow the best continuations. following: the most likely tokens of each running beam, with their
         log-probabilities.
 
-        Those that end are finished if they are among the best `beam_width` of all. The search ends once so many are
+        Those that end are finished if they are among the best `beam_width` of all. The search ends once that many are
         finished, and the best that runs scores no more than the worst of them.
         """
         width = self.params.beam_width

@@ -73,7 +73,7 @@ def _problem(changed: Any, vocab: int) -> str | None:
 
 
 def _takes(function: LogitsProcessor, arguments: int) -> bool:
-    """True if it can be called with so many arguments by position. One without a signature takes two."""
+    """True if it can be called with `arguments` arguments by position. One without a signature takes two."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

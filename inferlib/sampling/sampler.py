@@ -223,7 +223,7 @@ def sample(
 
 
 def mask_words(vocab: int) -> int:
-    """How many words a mask of so many tokens has."""
+    """How many words a mask of `vocab` tokens has."""
     return -(-vocab // 32)
 
 

@@ -115,8 +115,8 @@ class Service:
             self._open -= 1
 
     async def compute(self, size: int, function: Callable[[], T]) -> T:
-        """What a function returns, which reads so many characters; if they are many, in a thread. Its ValueErrors are
-        the client's."""
+        """What a function returns. size: how many characters it reads; if they are many, it runs in a thread. Its
+        ValueErrors are the client's."""
         try:
             return function() if size < _LONG else await asyncio.to_thread(function)
         except ValueError as error:

@@ -91,7 +91,7 @@ class DraftTools:
     """What a program lends to a model that drafts.
 
     module: the model over its weights; target: the one that it drafts for. context: of a step of the model, whose rows
-    have the pages of the target's. choose: the token [B] that each row would choose by logits [B, V], so many tokens
+    have the pages of the target's. choose: the token [B] that each row would choose by logits [B, V], some tokens
     behind its next one. columns: V, of the target on this device. most: C, tokens of a row that a step verifies at
     most. shards: of both models.
     """

@@ -34,7 +34,7 @@ from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
 class Figures:
     """The figures of a case on one device.
 
-    cycles: bundles executed. hbm_bytes: bytes copied, by so many `copies`. bundles: length of the listing.
+    cycles: bundles executed. hbm_bytes: bytes copied, by as many copies as `copies`. bundles: length of the listing.
     cycles_seconds: seconds of the cycles. busy: seconds of the cycles, or of copied or sent bytes at the published
     bandwidth, whichever is longest. whole: seconds with waits for copies, which arrive `LATENCY`, or that of a hop,
     after their last byte.

@@ -30,7 +30,7 @@ class CollectiveMatmul:
 
     @staticmethod
     def of(rows, parts, inner, outer, itemsize, scatters, devices) -> dict[str, CollectiveMatmul]:
-        """The case with these arguments of `blocks`, on eight devices if there are so many."""
+        """The case with these arguments of `blocks`, on eight devices if there are that many."""
         if itemsize != 2:
             raise ValueError("there are cases of bfloat16")
         ring = min(devices, CollectiveMatmul.devices)
