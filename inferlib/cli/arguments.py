@@ -124,11 +124,15 @@ SparsePrefill = Annotated[
 ]
 MaxAdapters = Annotated[
     int | None,
-    typer.Option(min=1, help="Adapters on the devices at a time, which take turns; by default all that are named."),
+    typer.Option(
+        min=1, help="How many adapters are on the devices at a time; others take turns. By default all that are named."
+    ),
 ]
 MaxAdapterRank = Annotated[
     int | None,
-    typer.Option(min=1, help="Highest rank that an adapter may have; by default that of those that are named, or 16."),
+    typer.Option(
+        min=1, help="Highest rank that an adapter may have; by default the highest of the named adapters', or 16."
+    ),
 ]
 AdapterName = Annotated[
     str | None, typer.Option(help="Name of one of --adapters, which changes the model; by default none does.")
@@ -270,7 +274,8 @@ class BucketArguments:
     tile: Annotated[
         int | None,
         typer.Option(
-            help="A step's prompt tokens are tiles of so many, each of one prompt; by default they are chunks."
+            help="Tokens of a tile: a step's prompt tokens are tiles of this size, each of one prompt; by default they "
+            "are chunks."
         ),
     ] = None
     batch_buckets: Annotated[

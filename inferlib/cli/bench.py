@@ -26,9 +26,12 @@ class ServerArguments:
     api_key_file: Annotated[Path | None, typer.Option(help="File whose first line is the key.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Ask by chats; by default by completions.")] = False
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers have all their tokens; of servers with vLLM's option.")
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Answers have all their tokens: needs a server with vLLM's option ignore_eos."
+        ),
     ] = False
-    timeout: Annotated[float, typer.Option(help="Most seconds between two events of an answer.")] = 600.0
+    timeout: Annotated[float, typer.Option(help="Longest wait between two events of an answer, in seconds.")] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +42,19 @@ class LoadArguments:
     rate: Annotated[
         float | None, typer.Option(help="Requests a second, at random times; by default there is no wait.")
     ] = None
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests at a time; by default any number.")] = (
-        None
-    )
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of requests at a time; by default any number.")
+    ] = None
     prompt_tokens: Annotated[int, typer.Option(min=1, max=10_000_000, help="Mean words of a prompt.")] = 256
-    output_tokens: Annotated[int, typer.Option(min=1, max=10_000_000, help="Mean most tokens of an answer.")] = 128
+    output_tokens: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="Mean of the most tokens that an answer may have.")
+    ] = 128
     spread: Annotated[
         float, typer.Option(min=0, max=5, help="Standard deviation of the logarithm of both lengths; 0: all are equal.")
     ] = 0.0
-    prefixes: Annotated[int, typer.Option(min=0, max=1_000_000, help="Prompts begin with one of so many texts.")] = 0
+    prefixes: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Number of shared texts that prompts begin with.")
+    ] = 0
     prefix_tokens: Annotated[int, typer.Option(min=0, max=10_000_000, help="Words of each of these texts.")] = 0
     trace: Annotated[
         Path | None,
@@ -56,7 +63,7 @@ class LoadArguments:
             "at, the second in which to send it."
         ),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, words and times.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths, words and times.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

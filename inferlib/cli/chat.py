@@ -42,7 +42,9 @@ class AnswerArguments(TemplateArguments):
     adapter: AdapterName = None
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of an answer; by default as many as the context has room for."),
+        typer.Option(
+            min=1, help="Largest number of tokens of an answer; by default as many as the context has room for."
+        ),
     ] = None
     temperature: Annotated[float | None, typer.Option(help=f"0 picks the most likely token; {OF_MODEL} 1.")] = None
     top_k: Annotated[int | None, typer.Option(help=f"Sample among the k most likely tokens; {OF_MODEL} all.")] = None

@@ -26,19 +26,20 @@ class TrainingArguments:
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 200
     clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Tokens that can be drafted, the texts' most frequent; by default up to 8192.")
+        int | None,
+        typer.Option(help="Tokens that can be drafted, the most frequent ones of the texts; by default up to 8192."),
     ] = None
     unroll: Annotated[int, typer.Option(help="Drafts in a row that the head is trained on.")] = 5
     decay: Annotated[float, typer.Option(help="Weight of each of them, relative to the one before.")] = 0.8
     continuations: Annotated[
         int,
         typer.Option(
-            help="Texts that the model itself continues first, greedily; half of each batch is of these. They are "
-            "what the head will draft."
+            help="Number of texts that the model itself continues first, greedily; half of each batch is of these. "
+            "They are what the head will draft."
         ),
     ] = 0
-    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0
-    devices: Annotated[int | None, typer.Option(help="So many share each batch; by default all.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the rows' order.")] = 0
+    devices: Annotated[int | None, typer.Option(help="Number of devices that share each batch; by default all.")] = None
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000
     log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 20
 

@@ -25,8 +25,8 @@ class FinetuneArguments:
     lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100
     clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Of the rows' order.")] = 0
-    devices: Annotated[int | None, typer.Option(help="So many share each batch; by default all.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the rows' order.")] = 0
+    devices: Annotated[int | None, typer.Option(help="Number of devices that share each batch; by default all.")] = None
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000
     log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 20
 

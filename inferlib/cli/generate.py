@@ -83,19 +83,19 @@ class EngineArguments:
     prefix_caching: Annotated[
         bool,
         typer.Option(
-            "--prefix-caching/--no-prefix-caching", help="Prompts that begin as earlier ones did take their cells."
+            "--prefix-caching/--no-prefix-caching", help="Reuse the cache of earlier prompts that begin alike."
         ),
     ] = True
     host_cache: Annotated[
         str | None,
-        typer.Option(help="Memory of the host for prompts that leave the cache, such as 16GiB; by default none."),
+        typer.Option(help="Host memory for prompts that leave the cache, such as 16GiB; by default none."),
     ] = None
     disk_cache: Annotated[
         Path | None,
         typer.Option(help="Folder for prompts that leave the cache, where later runs find them; by default none."),
     ] = None
     disk_cache_size: Annotated[
-        str | None, typer.Option(help="Most bytes of --disk-cache, such as 100GiB; by default half of what is free.")
+        str | None, typer.Option(help="Largest size of --disk-cache, such as 100GiB; by default half of what is free.")
     ] = None
     parallel: Annotated[
         str | None,
@@ -103,7 +103,7 @@ class EngineArguments:
     ] = None
     prefill_devices: Annotated[
         str | None,
-        typer.Option(help="Numbers of other devices, as many, that prefill prompts, such as 4,5,6,7; by default none."),
+        typer.Option(help="Numbers of as many other devices, which prefill prompts, such as 4,5,6,7; by default none."),
     ] = None
     artifacts: Annotated[
         Path | None, typer.Option(help="Directory that inferlib compile wrote: run its programs, compile none.")
@@ -117,7 +117,9 @@ class EngineArguments:
     backend: OptionalBackend = None
     itl: Annotated[
         float | None,
-        typer.Option(help="Most seconds between tokens while prompts are read; by default prompts come first."),
+        typer.Option(
+            help="Longest time between tokens while prompts are read, in seconds; by default prompts come first."
+        ),
     ] = None
     speculation: Speculation = None
     attention_pages: AttentionPages = None
@@ -133,14 +135,14 @@ class EngineArguments:
         bool,
         typer.Option(
             "--depthwise-batching/--no-depthwise-batching",
-            help="Of models whose tokens leave a loop early: rows of one batch are at different steps of it.",
+            help="For models whose tokens leave a loop early: rows of one batch may be at different steps of the loop.",
         ),
     ] = False
     depthwise_quorum: Annotated[
         int | None,
         typer.Option(
-            help="With --depthwise-batching: so many rows wait before the rest of the model runs for them; by default "
-            "as many as should cost least."
+            help="With --depthwise-batching: how many rows wait before the rest of the model runs for them; by default "
+            "the number that should cost least."
         ),
     ] = None
     compile_cache: Annotated[
@@ -290,8 +292,12 @@ class SamplingArguments:
     repetition_penalty: Annotated[
         float | None, typer.Option(help=f"Above 1: against tokens of prompt and output; {OF_MODEL} 1.")
     ] = None
-    presence_penalty: Annotated[float, typer.Option(help="Above 0: against tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="Above 0: the same, for each time they are in it.")] = 0.0
+    presence_penalty: Annotated[
+        float, typer.Option(help="Above 0: makes tokens that are in the output less likely.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Above 0: makes tokens less likely, for each time that they are in the output.")
+    ] = 0.0
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="ID=VALUE: add VALUE to the logit of a token; repeatable.")
     ] = None
@@ -315,10 +321,13 @@ class SamplingArguments:
     logprobs: Annotated[
         int | None, typer.Option(help="Report log-probabilities, and those of this many most likely tokens.")
     ] = None
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(help="Report them for the tokens of the prompt too, and those of this many most likely tokens."),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Use only so many of a prompt's last tokens; -1: as many as leave room for --max-tokens."),
+        typer.Option(help="Use only this many of a prompt's last tokens; -1: as many as leave room for --max-tokens."),
     ] = None
 
     deadline: Annotated[
@@ -329,7 +338,10 @@ class SamplingArguments:
         int | None, typer.Option(help="How many steps of a looped model's core each token takes; by default all.")
     ] = None
     exit_threshold: Annotated[
-        float | None, typer.Option(help="Fewer, once a step changes a token by less than this (see LLM's early_exit).")
+        float | None,
+        typer.Option(
+            help="Take fewer steps: stop once a step changes a token by less than this (see LLM's early_exit)."
+        ),
     ] = None
     json_schema: Annotated[
         Path | None,
@@ -356,7 +368,7 @@ class SamplingArguments:
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts to complete; by default all of stdin is one.", show_default=False),
+        typer.Argument(help="Texts to complete; by default stdin is one text.", show_default=False),
     ] = None,
     *,
     model: ModelArguments,

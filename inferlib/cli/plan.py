@@ -21,9 +21,9 @@ class WorkloadArguments:
 
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
-    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64
+    concurrency: Annotated[int, typer.Option(help="Number of requests at a time.")] = 64
     depth: Annotated[
-        int | None, typer.Option(help="Of a looped model: how many steps of its core a pass runs; by default all.")
+        int | None, typer.Option(help="For a looped model: how many steps of its core a pass runs; by default all.")
     ] = None
     slo: Annotated[str, typer.Option(help="Limits in seconds that must hold, such as ttft=0.5,itl=0.02.")] = ""
     speculation: Annotated[
@@ -62,7 +62,7 @@ class OutputArguments:
     verify: Annotated[
         int,
         typer.Option(
-            min=0, help="Compile the best plans of so many meshes with the TPU compiler, and rank them again."
+            min=0, help="Number of meshes whose best plans are compiled with the TPU compiler and ranked again."
         ),
     ] = 0
     json: Json = False

@@ -22,7 +22,7 @@ class ReportArguments:
     test_data: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file of other text, of which as many tokens tell how far the result is from the model: "
+            help="JSONL file of other text. As many tokens of it tell how far the result is from the model: "
             "perplexity and KL divergence, as inferlib eval --against."
         ),
     ] = None
@@ -52,7 +52,9 @@ def quantize(
             "between, such as awq+gptq."
         ),
     ] = "awq+gptq",
-    scheme: Annotated[str, typer.Option(help="Format of the matrices, as --quantization of other commands.")] = "int4",
+    scheme: Annotated[
+        str, typer.Option(help="Format of the matrices, as --quantization of other commands has it.")
+    ] = "int4",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of other weights.")] = "bfloat16",
     revision: Revision = None,
     report: ReportArguments,

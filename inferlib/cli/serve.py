@@ -22,9 +22,12 @@ class AddressArguments:
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM file of a certificate, for HTTPS.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None
     api_key: Annotated[
-        str | None, typer.Option(help="Key that clients send; others of this machine see it among the processes.")
+        str | None,
+        typer.Option(help="Key that clients send; other users of this machine see it in the list of processes."),
     ] = None
-    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line; each of them serves.")] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line; clients send any of them.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +44,19 @@ class ServingArguments:
             help="Compile all programs first, so that no request waits for one; by default on accelerators.",
         ),
     ] = None
-    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 16 << 20
+    max_body: Annotated[int, typer.Option(min=1, help="Largest size of a request, in bytes.")] = 16 << 20
     max_prompt: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a prompt; by default what --max-len has room for.")
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens of a prompt; by default what --max-len has room for."),
     ] = None
     max_requests: Annotated[
-        int | None, typer.Option(min=1, help="Most requests that are open; more get status 429. By default any number.")
+        int | None,
+        typer.Option(
+            min=1, help="Largest number of open requests; further ones get status 429. By default any number."
+        ),
     ] = None
     drain: Annotated[
-        int, typer.Option(min=1, max=86400, help="Most seconds that running requests have after SIGTERM.")
+        int, typer.Option(min=1, max=86400, help="Seconds that running requests have to end after SIGTERM.")
     ] = 60
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes calls of tools: auto (by its chat template), none, or a name.")
@@ -61,7 +68,7 @@ class ServingArguments:
         Path | None, typer.Option(help="File with a Jinja chat template, in place of the model's.")
     ] = None
     trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Requests may bring a chat template of their own.")
+        bool, typer.Option("--trust-request-chat-template", help="Let requests bring a chat template of their own.")
     ] = False
 
 

@@ -42,7 +42,8 @@ class TraceArguments:
         None
     )
     itl: Annotated[
-        float | None, typer.Option(help="The engine's target of seconds between tokens, which bounds prefills.")
+        float | None,
+        typer.Option(help="Longest time between tokens that the engine aims at, in seconds; it bounds prefills."),
     ] = None
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Prompt tokens of a step, ascending; by default the engine's.")
@@ -54,7 +55,8 @@ class TraceArguments:
     second_slice: Annotated[
         bool,
         typer.Option(
-            "--second-slice", help="Serve the requests by two such slices, by both alike and with prefill apart."
+            "--second-slice",
+            help="Compare two such slices that serve requests alike with one that prefills and one that decodes.",
         ),
     ] = False
 

@@ -51,7 +51,9 @@ class SearchArguments:
     panel: ClassVar = "Search"
 
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write no tables.")] = False
-    limit: Annotated[float, typer.Option(min=1, help="Most seconds that a candidate may take to compile.")] = 120
+    limit: Annotated[
+        float, typer.Option(min=1, help="Longest time that a candidate may take to compile, in seconds.")
+    ] = 120
     workers: Annotated[int, typer.Option(min=1, help="Candidates compiled at a time, each in its own process.")] = 2
 
 
@@ -60,7 +62,8 @@ def tune(
     kernels: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Such as decode_attention; by default all but those of several devices.", show_default=False
+            help="Kernel to tune, such as decode_attention; by default all but those of several devices.",
+            show_default=False,
         ),
     ] = None,
     *,
