@@ -68,11 +68,11 @@ class PoolSize(NamedTuple):
     """The pages of a cache.
 
     page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
-    the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: of rings and states, of
-    each replica; None: as `plan_cache` finds right. selection: which blocks of its pages decode steps read, of which
-    there are summaries; None: all. bound: most cells of a row whose cache is compacted; None: one for each token.
-    massed: there is the attention that each cell got beside it. queries: of how many of a row's newest positions there
-    are the queries.
+    the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: how many of rings and
+    states each replica has room for; None: `plan_cache` decides. selection: which blocks of its pages decode steps
+    read, by summaries of the blocks; None: all. bound: most cells of a row whose cache is compacted; None: one for each
+    token. massed: the cache has the attention that each cell got. queries: how many of a row's newest queries the cache
+    has.
     """
 
     page: int = 128

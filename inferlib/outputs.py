@@ -72,8 +72,8 @@ class RequestOutput:
 
     prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None. None
     if a deadline passed before the prompt was read.
-    request_id: of `AsyncLLM`, the one that it was given, if it was; else a number. finished: False if more follows.
-    num_cached_tokens: of the prompt, those that were in the cache when the first output began.
+    request_id: the id that `AsyncLLM` was given, if it was given one; else a number. finished: False if more follows.
+    num_cached_tokens: how many of the prompt's tokens were in the cache when the first output began.
     """
 
     request_id: int | str
@@ -90,9 +90,9 @@ class RequestOutput:
 class BeamSearchSequence:
     """A prompt with a continuation that beam search returned.
 
-    tokens, text: of the prompt and the continuation; the text without special tokens, "" if there is no tokenizer.
-    cum_logprob: sum of the log-probabilities of the continuation's tokens. score: that by its length, see
-    `BeamSearchParams`. finish_reason: "stop" or "length". stop_reason: the token that ended it.
+    tokens, text: those of the prompt and the continuation; the text has no special tokens, and is "" if there is no
+    tokenizer. cum_logprob: sum of the log-probabilities of the continuation's tokens. score: this sum over a power of
+    the length, see `BeamSearchParams`. finish_reason: "stop" or "length". stop_reason: the token that ended it.
     """
 
     tokens: list[int]

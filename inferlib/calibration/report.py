@@ -37,8 +37,8 @@ class MatrixReport:
 class CalibrationReport(Tables):
     """The result of `calibrate`: `print` shows a table of losses by layer and part, `plot` a picture.
 
-    bits: of an element of a quantised matrix, scales included. nbytes: of all weights. tokens: that were used. seconds:
-    of this run; `matrices` has one entry for each quantised matrix.
+    bits: bits of an element of a quantised matrix, scales included. nbytes: bytes of all weights. tokens: how many were
+    used. seconds: time of this run. matrices: an entry for each quantised matrix.
     """
 
     out: Path

@@ -137,7 +137,7 @@ class AdapterPool:
 
 
 class AdapterLibrary:
-    """Reads adapters for a model. opened: those to `fill` a pool with, which are read at once.
+    """Reads adapters for a model. opened: adapters to `fill` a pool with, which are read at once.
 
     Raises CheckpointError for an adapter that does not suit the model.
     """

@@ -51,23 +51,23 @@ class EngineStats:
 
     program_misses: programs that were not compiled yet when they were needed.
     compilations: XLA compilations in this process since the engine was built, whoever asked for them.
-    compile_seconds: spent on programs that were not ready, compilation included.
-    enqueue_seconds: spent in the runtime, starting programs and copies of their results.
-    wait_seconds: spent waiting for results.
-    host_seconds: everything else: scheduling and bookkeeping.
-    cached_tokens: of prompts, and of sequences that were preempted, that were not computed, as their cells were in the
-        cache. cached_pages: that prompts can share, by now. evicted_pages: that made room for others.
-    host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. handed_tokens: from devices that prefill.
-        host_pages, host_bytes, disk_pages, disk_bytes: what the tiers have by now. host_evicted_pages,
-        disk_evicted_pages: that made room there.
-        dropped_pages: that were evicted and are in no tier, as the disk did not keep up.
-    saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
-    drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: those that stood
-        themselves, each of which saved a step of its row.
-    adapter_loads: adapters that were written to the devices. adapter_evictions: that left them for others.
-    core_passes: over models whose tokens may leave a loop's core (`early_exit`). core_runs: how often the core ran in
-        these; with `depthwise_batching` trips, and passes of the rest of the model. core_tokens: that were computed.
-        core_steps: how many steps they took together.
+    compile_seconds: time spent on programs that were not ready, compilation included.
+    enqueue_seconds: time spent in the runtime, starting programs and copies of their results.
+    wait_seconds: time spent waiting for results.
+    host_seconds: the rest of the time: scheduling and bookkeeping.
+    cached_tokens: tokens of prompts and of preempted sequences that were not computed, as the cache had their cells.
+    cached_pages: pages that prompts can share now. evicted_pages: pages that made room for others.
+    host_tokens, disk_tokens: the part of `cached_tokens` that came from a tier. handed_tokens: tokens that came from
+        devices that prefill. host_pages, host_bytes, disk_pages, disk_bytes: what the tiers have now.
+        host_evicted_pages, disk_evicted_pages: pages that made room in a tier. dropped_pages: evicted pages that no
+        tier has, as the disk did not keep up.
+    saved_snapshots, evicted_snapshots: snapshots that were saved, and that made room (see `Snapshots`).
+    drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: the part of them
+        that stood; each saved a step of its row.
+    adapter_loads: adapters that were written to the devices. adapter_evictions: adapters that made room for others.
+    core_passes: passes of models whose tokens may leave a loop's core (`early_exit`). core_runs: how often the core ran
+        in them; with `depthwise_batching`, trips and passes of the rest of the model. core_tokens: tokens that were
+        computed. core_steps: how many steps they took together.
     """
 
     dispatches: int = 0

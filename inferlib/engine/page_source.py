@@ -19,7 +19,7 @@ from inferlib.engine.sequence import Sequence
 class PageSource(ABC):
     """The tiers of the cache (see `Tiers`), or an engine that prefills (see `Prefiller`).
 
-    The engine's thread makes all calls. page: positions of a page. hit_tokens: that were fetched, by source.
+    The engine's thread makes all calls. page: positions of a page. hit_tokens: how many tokens were fetched, by source.
     """
 
     def __init__(self, page: int, names: Iterable[SourceName]):

@@ -214,9 +214,10 @@ class Block:
 class Queries:
     """Tokens of a step that attend alike.
 
-    tokens: their number on a device. rows: that they are of, or chunks. live: positions of each row's cache that are
-    read. seen: positions that a token sees, on average. ring: number of devices that pass a row's cache around: each
-    reads all of it, and writes what it receives. longest: positions that the program has room for in a row.
+    tokens: their number on a device. rows: how many rows or chunks they belong to. live: positions of each row's cache
+    that are read. seen: positions that a token sees, on average. ring: number of devices that pass a row's cache
+    around: each reads all of it, and writes what it receives. longest: positions that the program has room for in a
+    row.
     """
 
     tokens: float

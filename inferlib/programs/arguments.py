@@ -35,11 +35,14 @@ class Control(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """What is known of P chunks, each field [P] int32. row: that the prompt is of, R or more if there is no chunk.
-    start: position of the chunk's first token; length: its tokens. first, last: whether the prompt starts and ends
-    here. budget: tokens to generate. next: the token after the chunk, -1 if there is none. generated: position of the
-    first token that was generated, as a sequence that was preempted is prefilled with its tokens. Where caches are
-    compacted, positions are numbers of cells, see `RowState.dropped`."""
+    """The facts about P chunks, each field [P] int32.
+
+    row: the prompt's row, R or more if there is no chunk. start: position of the chunk's first token; length: how many
+    tokens it has. first, last: whether the prompt starts and ends here. budget: tokens to generate. next: the token
+    after the chunk, -1 if there is none. generated: position of the first token that was generated, as a preempted
+    sequence is prefilled with its tokens. Where caches are compacted, positions are numbers of cells, see
+    `RowState.dropped`.
+    """
 
     row: jax.Array
     start: jax.Array
