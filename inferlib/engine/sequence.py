@@ -44,35 +44,38 @@ class TokenLogprobs:
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    max_tokens: most tokens to generate; 0 if only the prompt is scored.
+    max_tokens: the most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
-    priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
-    adapter: what changes the weights for it. depth: how it takes the steps of a loop's core; None of models that
-    repeat no layers. depths: how many of these the logits of each of its tokens took, if tokens may leave. salt: it
-    takes cached pages of sequences with the same salt, adapter and depth alone.
-    row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
-    nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
-    page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
+    priority: sequences of a lower number come first. order: its place among sequences, see `Scheduler`.
+    adapter: the adapter that changes the weights for it. depth: how it takes the steps of a loop's core; None for
+    models that repeat no layers. depths: how many of these steps each of its tokens' logits took, if tokens may leave.
+    salt: it takes cached pages only of sequences with the same salt, adapter and depth.
+    row: its row while it runs, else -1. pages: its pages in its row's replica, in the order of positions.
+    nodes: the nodes of the tree of pages for the first of its pages. encoded: its context as the tree takes it.
+    waits_for: a page or a snapshot that it can read once another sequence has written it, or what is fetched for it or
+    for another sequence.
     fetch: the pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`.
-    snapshots: those to save of it while it is prefilled, in the order of positions. serves: where a sequence can go on
-    from its row at the earliest, because of what that was restored from.
-    context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
-    prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
-    prompt, when it got a row first; None before that. hit: the latter when it got a row last.
-    bound: the most cells that its row keeps while it decodes, if its cache is compacted. dropped: positions of its
-    context that its cache lost by then, while it is prefilled. boundary: at how many tokens it is compacted next, see
-    `inferlib.engine.bounded`.
-    ready: dispatches whose results must be known before it may get a row again.
-    scheduled: number of output tokens received, plus the most that dispatches in flight generate. least: plus the
-    fewest, unless it ends.
-    drafts: of its last dispatch, tokens that its grammar forces.
-    tried, stood: recent drafts, and those that stood; old ones count less, see `Profit`.
-    prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
-    hidden states' sum, and the last one.
-    clock: of its times: `arrival`, `first_token_time` and `finished_time`.
-    mode: the mode that it needs of a program. choice: of the one that chooses its tokens, which may be a second one.
+    snapshots: the snapshots to save of it while it is prefilled, in the order of positions. serves: the first position
+    at which another sequence can go on from its row, given what the row was restored from.
+    context: the tokens that are prefilled: the prompt, and if the sequence was preempted its own tokens too.
+    prefilled: how many tokens of the context were sent to the device, or were in the cache before. cached: how many
+    tokens of the prompt were in the cache when it first got a row; None before that. hit: the same number when it last
+    got a row.
+    bound: the most cells that its row keeps while it decodes, if its cache is compacted. dropped: how many positions of
+    its context its cache has lost while it is prefilled. boundary: the number of tokens at which it is compacted next,
+    see `inferlib.engine.bounded`.
+    ready: how many dispatches must have given results before it may get a row again.
+    scheduled: output tokens that were received, plus the most that dispatches in flight generate. least: the same with
+    the fewest that they generate, unless it ends.
+    drafts: tokens that its grammar forces, which its last dispatch drafted.
+    tried, stood: how many recent drafts were tried and how many stood; old ones count less, see `Profit`.
+    prompt_details: an entry for each chunk, `Sampled` or logits of its valid positions; or one entry for all chunks so
+    far, [2, D]: the sum of the hidden states, and the last one.
+    clock: the clock of its times `arrival`, `first_token_time` and `finished_time`.
+    mode: the mode that it needs of a program. choice: the mode of the program that chooses its tokens, which may be a
+    second one.
     stop_ids: tokens that end it.
-    constraint: what its text must follow, while it is not finished; of `params.structured_outputs`.
+    constraint: what its text must follow until it is finished, by `params.structured_outputs`.
     error: what lost its results, if something did; it is finished then.
     """
 
