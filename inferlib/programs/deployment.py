@@ -31,6 +31,7 @@ from inferlib.option_checks import (
     ConfigurationError,
     backend_option,
     check_dtype,
+    check_kv_cache_dtype,
     policy_option,
     selection_option,
     sparse_option,
@@ -80,6 +81,7 @@ class Deployment:
     cache_policy: str | None = None
 
     def __post_init__(self):
+        check_kv_cache_dtype(self.kv_cache_dtype)
         selection = selection_option(self.attention_pages)
         object.__setattr__(self, "attention_pages", None if selection is None else str(selection))
         if selection is not None and selection.by_bases:

@@ -40,7 +40,7 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
     cache = [np.clip(50 * rng.normal(size=(*shape, size)), -120, 120).astype(jnp.dtype(dtype)) for _ in range(count)]
     cache += [rng.normal(size=shape).astype(np.float32)] * (count * scaled)
     expected = [np.array(x) for x in cache]
-    flat = jax.jit(partial(rounded, dtype=dtype, scaled=scaled))([x.reshape(-1, heads, size) for x in new])
+    flat = jax.jit(partial(rounded, stored=cache[0], scaled=scaled))([x.reshape(-1, heads, size) for x in new])
     for want, x in zip(expected, flat, strict=True):
         x = np.asarray(x).astype(want.dtype).reshape(len(places), width, heads, *want.shape[4:])
         for chunk, (page, slot) in enumerate(places):
