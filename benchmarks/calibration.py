@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -91,7 +90,7 @@ def main() -> None:
     for column in ("calibrated", "seconds"):
         table.add_column(column, justify="left" if column == "calibrated" else "right")
     rows = ("one layer, with compiling", "one layer", f"{args.layers} layers", "a layer")
-    for what, value in zip(rows, np.array([*seconds, layer]), strict=True):
+    for what, value in zip(rows, (*seconds, layer), strict=True):
         table.add_row(what, f"{value:.1f}")
     Console(width=100).print(table)
 

@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
-from inferlib.checkpoint.key_bases import WithArrays, read_key_bases
-from inferlib.checkpoint.key_turns import read_key_turns
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
+from inferlib.checkpoint.layer_arrays import BASES, TURNS, WithArrays
 from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
@@ -164,12 +163,14 @@ class ModelFiles:
                 "quest"
             )
         hf = {**self.hf, KEY_BASES: True}
-        source = WithArrays(self.source, read_key_bases(self.path))
+        source = WithArrays(self.source, BASES.read(self.path))
         return replace(self, hf=hf, config=config_from_hf(hf), source=source)
 
     def with_cache(self, kv_cache_dtype: str | None) -> ModelFiles:
-        """Files with what a calibrated cache turns keys by, if it is such a one. Raises CheckpointError if that is not
-        there, and ConfigError for a model that can have none."""
+        """These files with the matrices that a calibrated cache turns keys by; other caches change nothing.
+
+        Raises CheckpointError if there are no matrices, and ConfigError for a model that can have none.
+        """
         if kv_cache_dtype != CALIBRATED_CACHE:
             return self
         if isinstance(self.source, LaidOutWeights | QuantizedSource):
@@ -179,7 +180,7 @@ class ModelFiles:
             )
         hf = {**self.hf, KEY_TURNS: True}
         config = config_from_hf(hf)
-        return replace(self, hf=hf, config=config, source=WithArrays(self.source, read_key_turns(self.path)))
+        return replace(self, hf=hf, config=config, source=WithArrays(self.source, TURNS.read(self.path)))
 
     def merged(self, adapter: str | Path) -> ModelFiles:
         """These files with an adapter, a directory that PEFT wrote, merged into the weights. Raises CheckpointError."""

@@ -9,16 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from inferlib.calibration.forward import LayerwiseForward, devices_for
-from inferlib.calibration.opened import OriginalWeights, unquantized
-from inferlib.checkpoint.key_turns import path_of, write_key_turns
-from inferlib.checkpoint.laid_out import stored_model
+from inferlib.calibration.measured import Measurement
+from inferlib.checkpoint.layer_arrays import TURNS
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import AttentionSpec, ConfigError
 from inferlib.models.key_turns import turns_of, with_key_turns
 from inferlib.ops.int4_cells import unsupported
-from inferlib.option_checks import ConfigurationError, check_flag, checked_output
-from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
 
 
@@ -38,28 +34,7 @@ def calibrate_cache(
     Layer by layer: the memory taken is a layer's, and the residual of the text on the host. Raises CheckpointError,
     ConfigError or ConfigurationError before long work, also if the file cannot be written, and OSError for a full disk.
     """
-    check_flag("progress", progress, optional=True)
-    show = on_terminal() if progress is None else progress
-    data = data if isinstance(data, TextSample) else TextSample(data)
-    if jax.process_count() > 1:
-        raise ConfigurationError("a cache is calibrated in one process: start one, without --coordinator")
-    files = unquantized(ModelFiles.open(model, revision, progress=show), "calibrate")
-    _check(files)
-    checked_output("the file of turns", path_of(files.path))
-    assert files.tokenizer is not None
-    windows = data.windows(files.tokenizer, files.config.context)
-    of_model, devices = stored_model(files.config, "float32", None), devices_for(len(windows))
-    weights, walk = OriginalWeights(files, of_model), LayerwiseForward(of_model, windows, devices, keep_queries=True)
-    walk.begin(weights.load(None))
-    turns: dict[int, np.ndarray] = {}
-    with CountProgress("measuring keys and queries", len(files.config.layers), show=show) as bar:
-        for layer, spec in enumerate(files.config.layers):
-            products = _Products(windows.shape[1]) if isinstance(spec.attention, AttentionSpec) else None
-            walk.advance(layer, weights.load(layer), products and products.add)
-            if products is not None:
-                turns[layer] = products.turns()
-            bar.advance(1)
-    return write_key_turns(files.path, turns)
+    return _MEASUREMENT.run(model, data, revision=revision, progress=progress)
 
 
 class _Products:
@@ -77,7 +52,7 @@ class _Products:
         self.keys = self.keys + np.einsum("nksh,nksi->khi", keys, keys, optimize=True)
         self.queries = self.queries + np.einsum("nksh,nksi->khi", queries, queries, optimize=True)
 
-    def turns(self) -> np.ndarray:
+    def result(self) -> np.ndarray:
         """[K, 2, h, h] float32"""
         return np.stack([turns_of(*of_head) for of_head in zip(self.keys, self.queries, strict=True)]).astype(
             np.float32
@@ -91,3 +66,10 @@ def _check(files: ModelFiles) -> None:
     why = next((why for size in sizes if (why := unsupported(size))), "" if sizes else "no layer keeps keys of heads")
     if why:
         raise ConfigError(f"the cache of {files.config.family} cannot be calibrated: {why}; take kv_cache_dtype int8")
+
+
+def _statistic(mixer: Any, width: int) -> _Products | None:
+    return _Products(width) if isinstance(mixer, AttentionSpec) else None
+
+
+_MEASUREMENT = Measurement(TURNS, "calibrate", "measuring keys and queries", _check, _statistic, keep_queries=True)

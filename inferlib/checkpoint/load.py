@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint import key_bases, key_turns
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.lanes import lane_assembly, top_lane_assembly
+from inferlib.checkpoint.layer_arrays import BASES, TURNS
 from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
@@ -384,7 +384,7 @@ def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
         return (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
 
     names = {part: full(part, module) for part, module in family.layer.items()}
-    return names | {"attn.key_basis": key_bases.name_of(layer), "attn.key_turns": key_turns.name_of(layer)}
+    return names | {"attn.key_basis": BASES.name_of(layer), "attn.key_turns": TURNS.name_of(layer)}
 
 
 def _identity_experts(family: Family, config: ModelConfig) -> Iterator[str]:

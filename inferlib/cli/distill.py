@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import Revision, grouped
 from inferlib.cli.output import fail, user_errors
+from inferlib.cli.training import TrainingArguments
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingArguments:
+class DistillArguments(TrainingArguments):
     """Fields of `DistillSettings`."""
-
-    panel: ClassVar = "Training"
 
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 6000
     batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 16
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512
-    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 200
-    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
     draft_vocab: Annotated[
         int | None,
         typer.Option(help="Tokens that can be drafted, the most frequent ones of the texts; by default up to 8192."),
@@ -39,9 +35,6 @@ class TrainingArguments:
         ),
     ] = 0
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the rows' order.")] = 0
-    devices: Annotated[int | None, typer.Option(help="Number of devices that share each batch; by default all.")] = None
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000
-    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 20
 
 
 @grouped
@@ -65,7 +58,7 @@ def distill(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; by default float32 on CPU, else bfloat16.")
     ] = None,
-    training: TrainingArguments,
+    training: DistillArguments,
 ) -> None:
     """Train a head that drafts a model's tokens, on texts, and measure it on those that are held out."""
     if method != "eagle3":

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import grouped
 from inferlib.cli.output import user_errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneArguments:
-    """Fields of `TrainingSettings`."""
-
-    panel: ClassVar = "Training"
-
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1200
-    batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 32
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512
-    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
-    warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100
-    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of the rows' order.")] = 0
-    devices: Annotated[int | None, typer.Option(help="Number of devices that share each batch; by default all.")] = None
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000
-    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 20
+from inferlib.cli.training import TrainingArguments
 
 
 @grouped
@@ -51,7 +33,7 @@ def finetune(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16, of products; by default float32 on CPU, else bfloat16.")
     ] = None,
-    training: FinetuneArguments,
+    training: TrainingArguments,
 ) -> None:
     """Train a quantised model's weights with their rounding, so that what it lost comes back."""
     with user_errors():

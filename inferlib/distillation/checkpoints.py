@@ -24,6 +24,7 @@ class Checkpoints:
         if not step:
             return first, 0
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first)
+        jax.tree.map(lambda x: x.delete(), first)  # or devices would have both through the whole run
         return self.manager.restore(step, args=self.args.StandardRestore(like)), step
 
     def save(self, step: int, state: Any) -> None:

@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec
 from inferlib.checkpoint.eagle3 import head_config, new_head, save_head
 from inferlib.distillation.chains import ChainScore, score
 from inferlib.distillation.data import Data, prepare
-from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_run
+from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_length, check_run, product_dtype
 from inferlib.distillation.record import plot
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.training import CHAIN, Passes, Target, TrainingTimeTest, cast
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.eagle3 import abstract_head
-from inferlib.option_checks import ConfigurationError, checked_output, checked_path
+from inferlib.option_checks import checked_output, checked_path
 from inferlib.platforms import prepare_jax
 
 _TESTED_AT_ONCE = 8  # rows
@@ -66,16 +66,11 @@ def open_run(
 ) -> Run:
     """The run of `distill_eagle3`, new or to go on with, its texts prepared."""
     prepare_jax()
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigurationError(f"dtype must be float32 or bfloat16, got {dtype!r:.100}")
+    dtype = product_dtype(dtype)
     check_devices(settings)
     texts, out = checked_path("data", texts), checked_output("out", out)
     files, folder = ModelFiles.open(model, revision, progress=progress), out / "training"
-    if settings.length > files.config.context:
-        raise ConfigurationError(
-            f"a row of {settings.length} tokens exceeds the model's context, {files.config.context}"
-        )
+    check_length(settings, files.config.context)
     hf = new_head(files.config, settings.drafted(files.config.vocab))
     head_config(hf, files.config)  # raises for a model that no head fits
     options = {"model": str(model), "revision": revision, "texts": str(texts), "dtype": dtype, **settings.deciding()}

@@ -22,6 +22,21 @@ from inferlib.option_checks import ConfigurationError
 DATA = "data"  # the mesh axis
 
 
+def product_dtype(dtype: str | None) -> str:
+    """The dtype of a run's products: as asked for, by default float32 on CPUs, else bfloat16. Raises ConfigurationError
+    for another."""
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigurationError(f"dtype must be float32 or bfloat16, got {dtype!r:.100}")
+    return dtype
+
+
+def check_length(settings: TrainingSettings, context: int) -> None:
+    """Raise ConfigurationError if rows exceed the model's context."""
+    if settings.length > context:
+        raise ConfigurationError(f"a row of {settings.length} tokens exceeds the model's context, {context}")
+
+
 def check_devices(settings: TrainingSettings) -> None:
     """Raise ConfigurationError if the settings do not fit the devices that there are."""
     devices = jax.device_count() if settings.devices is None else settings.devices
@@ -100,7 +115,6 @@ class TrainingLoop:
         """
         with Checkpoints(self.folder / "checkpoints") as checkpoints:
             state, begin = checkpoints.newest(first)
-
             log, steps = self.folder / "log.jsonl", self.settings.steps
             with Record(log, steps, begin, show=self.progress, title=self.title) as record:
                 state = self._train(state, begin, step, batch, record, checkpoints, save)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.distillation.data import rows_of_step
-from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_run
+from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_length, check_run, product_dtype
 from inferlib.distillation.settings import TrainingSettings
 from inferlib.finetuning.losses import cross_entropy, divergence
 from inferlib.finetuning.plot import plot
@@ -88,17 +88,12 @@ def open_run(
 ) -> Run:
     """The run of `finetune`, new or to go on with, its texts prepared."""
     prepare_jax()
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigurationError(f"dtype must be float32 or bfloat16, got {dtype!r:.100}")
+    dtype = product_dtype(dtype)
     check_devices(settings)
     texts, out = checked_path("data", texts), checked_output("out", out)
     files = _quantized(ModelFiles.open(model))
     learned = None if teacher is None else _teacher(ModelFiles.open(teacher, progress=progress), files)
-    if settings.length > files.config.context:
-        raise ConfigurationError(
-            f"a row of {settings.length} tokens exceeds the model's context, {files.config.context}"
-        )
+    check_length(settings, files.config.context)
     folder = out / "training"
     options = {"model": str(model), "teacher": teacher and str(teacher), "texts": str(texts), "dtype": dtype}
     options |= settings.deciding()
@@ -252,23 +247,23 @@ class Run:
             loss, gradients = lax.pmean((loss, gradients), DATA)
             return self.loop.updated(state, gradients), Loss(loss)
 
-        return jax.jit(self._over_rows(local, count=4), donate_argnums=0)
+        return jax.jit(self._over_rows(local), donate_argnums=0)
 
     @cached_property
     def measured(self) -> Callable:
         """(trained, scales, teacher's weights, rows) -> the mean loss."""
-        return jax.jit(self._over_rows(lambda *arguments: (lax.pmean(self.loss(*arguments), DATA), ()), count=4))
+        return jax.jit(self._over_rows(lambda *arguments: lax.pmean(self.loss(*arguments), DATA)))
 
-    def _over_rows(self, local: Callable, *, count: int) -> Callable:
-        """A function of `count` arguments on the mesh, the last of which is rows."""
+    def _over_rows(self, local: Callable) -> Callable:
+        """A function of three trees that each device has, and of rows, which are split."""
         whole, rows = PartitionSpec(), PartitionSpec(DATA)
-        specs = (*[whole] * (count - 1), rows)
-        return jax.shard_map(local, mesh=self.loop.mesh, in_specs=specs, out_specs=(whole, whole), check_vma=False)
+        specs = (whole, whole, whole, rows)
+        return jax.shard_map(local, mesh=self.loop.mesh, in_specs=specs, out_specs=whole, check_vma=False)
 
     def measure(self, trained: Sequence[Trained], scales: Scales) -> float:
         """The mean loss of the rows that are held out, whole batches of them."""
         losses = [
-            self.measured(trained, scales, self.teacher_weights, jax.device_put(rows, self.loop.split))[0]
+            self.measured(trained, scales, self.teacher_weights, jax.device_put(rows, self.loop.split))
             for rows in self.tested()
         ]
         return float(np.mean(jax.device_get(losses)))

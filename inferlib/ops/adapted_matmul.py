@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 
 from inferlib.ops.matmul import Activations, Weight, matmul, precision_of, whole
+from inferlib.ops.read_whole import ReadWhole
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AdaptedWeight:
+class AdaptedWeight(ReadWhole):
     """A weight [*I, *O], and the factors of the adapters in S slots.
 
     a [*I, P, S, R]; b [P, S, R, *O], without the dimension of P parts if the weight's results begin with one: then they
@@ -28,12 +29,6 @@ class AdaptedWeight:
     a: jax.Array
     b: jax.Array
     apart: bool = field(metadata={"static": True})
-
-    def __getitem__(self, index) -> AdaptedWeight:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("an AdaptedWeight is read whole, as w[...]")
-        return self
 
     def of_layer(self, layer: jax.Array, base: Weight) -> AdaptedWeight:
         """One layer of stacked factors, beside that layer's weight."""

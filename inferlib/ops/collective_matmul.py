@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.choice import Choice
+from inferlib.ops.read_whole import ReadWhole
 
 # From this many rows on a device, a product in one step for each device takes little longer than in one step, by the
 # TPU compiler's estimate. With fewer rows, the matrix unit waits for its weights in each step.
@@ -39,7 +40,7 @@ def choose(rows: int, shape: tuple[int, ...], dtype, backend: str, *, scatters: 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RingWeight:
+class RingWeight(ReadWhole):
     """A stack of weights [L, ...] of which `layer` is used, with a product that is fused with a collective over a mesh
     axis. It takes the place of a layer's matrix; `matmul` accepts it.
 
@@ -59,12 +60,6 @@ class RingWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
-
-    def __getitem__(self, index) -> RingWeight:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("a RingWeight is read whole, as w[...]")
-        return self
 
     def of_layer(self, layer: jax.Array) -> RingWeight:
         """One layer of the stack; nothing is copied."""

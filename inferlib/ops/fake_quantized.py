@@ -16,6 +16,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.quantized import MX_GROUP, Scheme, largest_value, round_values, to_mxfp8
+from inferlib.ops.read_whole import ArrayWeight
 
 
 def straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
@@ -36,33 +37,11 @@ def fake_quantized(w: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class FakeQuantizedWeight:
+class FakeQuantizedWeight(ArrayWeight):
     """A matrix whose values were rounded to a scheme, with gradients; of rotated inputs if the scheme rotates them."""
 
     values: jax.Array
     scheme: Scheme = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.values.dtype
-
-    @property
-    def size(self) -> int:
-        return self.values.size
-
-    def __getitem__(self, index) -> FakeQuantizedWeight:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("a FakeQuantizedWeight is read whole, as w[...]")
-        return self
 
     def inputs(self, x: jax.Array) -> jax.Array:
         """The inputs [T, *I] as the quantised weight multiplies them."""

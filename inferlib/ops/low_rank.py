@@ -16,6 +16,7 @@ from jax import lax
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
+from inferlib.ops.read_whole import ReadWhole
 
 DTYPE = np.dtype("bfloat16")  # of the factors
 Array = tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]
@@ -23,19 +24,13 @@ Array = tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LowRankWeight:
+class LowRankWeight(ReadWhole):
     """A quantised weight [*I, *O] and factors a [*I, R] and b [R, *O]. The factors are of the inputs that the weight
     multiplies: rotated ones, if it rotates them."""
 
     base: QuantizedTensor | PackedTensor
     a: jax.Array
     b: jax.Array
-
-    def __getitem__(self, index) -> LowRankWeight:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("a LowRankWeight is read whole, as w[...]")
-        return self
 
     def of_layer(self, layer: jax.Array) -> LowRankWeight:
         """One layer of stacked weights, which kernels read packed."""

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.read_whole import ArrayWeight
+
 _TILE = 128  # rows of a group that are summed at once
 
 
@@ -46,33 +48,11 @@ class InputSums(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ObservedWeight:
+class ObservedWeight(ArrayWeight):
     """A matrix whose inputs are recorded under a name."""
 
     values: jax.Array
     name: str = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.values.dtype
-
-    @property
-    def size(self) -> int:
-        return self.values.size
-
-    def __getitem__(self, index) -> ObservedWeight:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("an ObservedWeight is read whole, as w[...]")
-        return self
 
     def record(self, x: jax.Array, sizes: jax.Array | None = None) -> None:
         """Record the inputs x [T, ...] of a product; sizes [E]: the rows are sorted by group, as for

@@ -22,6 +22,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.quantized import Scheme
+from inferlib.ops.read_whole import ReadWhole
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -36,7 +37,7 @@ MOST_ROWS = 512  # most rows that the kernel of products takes at once
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(ReadWhole):
     """A packed weight: one layer's, or a stack of which `layer` is used.
 
     values, scales, tops, on_chip: see `packed_weights_tpu.Weight`. apart: the first dimension of a product is P. rest:
@@ -62,12 +63,6 @@ class PackedTensor:
     def bits(self) -> int:
         """Bits of an element."""
         return 4 if self.tops is not None else jax.dtypes.itemsize_bits(self.values.dtype)
-
-    def __getitem__(self, index) -> PackedTensor:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("a PackedTensor is read whole, as w[...]")
-        return self
 
     def of_layer(self, layer: jax.Array) -> PackedTensor:
         """One layer of a stacked weight; nothing is copied."""

@@ -18,6 +18,8 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+from inferlib.ops.read_whole import ReadWhole
+
 EIGHT_BITS = ("int8", "float8_e4m3fn")  # that matrix units multiply
 
 
@@ -95,7 +97,7 @@ SCHEMES = {
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantizedTensor:
+class QuantizedTensor(ReadWhole):
     """A weight as values, scales and zero points (None: all are 0); see `Scheme.arrays`. grouped: groups, not channels,
     share a scale. round_inputs, rotation: see `Scheme`."""
 
@@ -125,12 +127,6 @@ class QuantizedTensor:
     def size(self) -> int:
         """Number of elements."""
         return self.values.size
-
-    def __getitem__(self, index) -> QuantizedTensor:
-        """`w[...]`, by which `nnx.Param` reads its value."""
-        if index is not Ellipsis:
-            raise TypeError("a QuantizedTensor is read whole, as w[...]")
-        return self
 
     def dequantized(self, contracting: Sequence[int], dtype) -> jax.Array:
         """The weight as `dtype`, rounded once; grouped values keep their shape [..., groups, group, ...].

@@ -11,8 +11,8 @@ from inferlib import LLM, Buckets, SamplingParams
 from inferlib.calibration.forward import LayerwiseForward
 from inferlib.calibration.key_turns import calibrate_cache
 from inferlib.calibration.opened import OriginalWeights
-from inferlib.checkpoint.key_turns import name_of, path_of, read_key_turns
 from inferlib.checkpoint.laid_out import stored_model
+from inferlib.checkpoint.layer_arrays import TURNS
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.deploy.compile import compile
 from inferlib.deploy.explain import explain
@@ -42,7 +42,7 @@ def path(checkpoint, tmp_path_factory):
     """A model with its turns."""
     folder = tmp_path_factory.mktemp("turns") / "ministral"
     shutil.copytree(checkpoint("ministral"), folder)
-    assert calibrate_cache(folder, data=TEXT, progress=False) == path_of(folder)
+    assert calibrate_cache(folder, data=TEXT, progress=False) == TURNS.path_of(folder)
     return folder
 
 
@@ -53,10 +53,10 @@ def packed(path) -> LLM:
 
 def expected_logits(path, tokens: list[int]) -> np.ndarray:
     """Of transformers, whose keys are turned, rounded and turned back."""
-    turns = read_key_turns(path)
+    turns = TURNS.read(path)
 
     def keys(x: np.ndarray, layer: int) -> np.ndarray:
-        there, back = np.moveaxis(turns[name_of(layer)].astype(np.float64), 1, 0)
+        there, back = np.moveaxis(turns[TURNS.name_of(layer)].astype(np.float64), 1, 0)
         return calibrated_cells(x @ there) @ back.swapaxes(1, 2)
 
     return reference(path, tokens, rounded_by(keys))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.calibration.key_bases import measure_key_bases
-from inferlib.checkpoint.key_bases import name_of, path_of, read_key_bases
+from inferlib.checkpoint.layer_arrays import BASES
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.cli import app
 from inferlib.deploy.compile import compile
@@ -34,7 +34,7 @@ def path(checkpoint, tmp_path_factory):
     """A model with its bases."""
     folder = tmp_path_factory.mktemp("bases") / "llama"
     shutil.copytree(checkpoint("llama"), folder)
-    assert measure_key_bases(folder, data=TEXT, progress=False) == path_of(folder)
+    assert measure_key_bases(folder, data=TEXT, progress=False) == BASES.path_of(folder)
     return folder
 
 
@@ -45,14 +45,14 @@ def selecting(path) -> LLM:
 
 def assert_summaries(llm: LLM, path) -> None:
     """Of every whole block of cells that prompts can take: its smallest and largest keys in each direction."""
-    engine, bases = llm.engine, read_key_bases(path)
+    engine, bases = llm.engine, BASES.read(path)
     checked = 0
     for layers, cache in zip(engine.model.blocks(), engine.plan.view(engine.cache), strict=True):
         keys, summaries = (np.asarray(x) for x in (cache.arrays[0], cache.summaries))
         if len(layers) == 1:
             keys, summaries = keys[None], summaries[None]
         for layer, of_layer, summary in zip(layers, keys, summaries, strict=True):
-            basis = bases[name_of(layer)]
+            basis = bases[BASES.name_of(layer)]
             for page, count in cached_pages(engine):
                 for i in range(count // 8):
                     cells = of_layer[page, :, 8 * i : 8 * i + 8, : basis.shape[1]] @ basis
@@ -69,7 +69,7 @@ def test_bases_are_the_leading_components_of_the_keys(path):
 
     from inferlib.model_files import ModelFiles
 
-    files, bases = ModelFiles.open(path), read_key_bases(path)
+    files, bases = ModelFiles.open(path), BASES.read(path)
     assert files.tokenizer is not None
     windows = TEXT.windows(files.tokenizer, files.config.context)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -77,7 +77,7 @@ def test_bases_are_the_leading_components_of_the_keys(path):
         cache = model(torch.tensor(windows), use_cache=True).past_key_values
     assert len(bases) == len(files.config.layers)
     for layer in range(len(bases)):
-        keys, basis = cache.layers[layer].keys.numpy(), bases[name_of(layer)]
+        keys, basis = cache.layers[layer].keys.numpy(), bases[BASES.name_of(layer)]
         assert basis.shape == (keys.shape[1], keys.shape[3], keys.shape[3] // 4)
         for head in range(keys.shape[1]):
             flat = keys[:, head].reshape(-1, keys.shape[3])
@@ -132,9 +132,9 @@ def test_what_is_refused(checkpoint, path):
             measure_key_bases(checkpoint(family), data=TEXT, progress=False)
     damaged = path.parent / "damaged"
     shutil.copytree(path, damaged)
-    path_of(damaged).write_bytes(b"PK")
+    BASES.path_of(damaged).write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="is damaged: remove it"):
-        read_key_bases(damaged)
+        BASES.read(damaged)
 
 
 def test_commands_know_them():
