@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 CALIBRATION = "calibration.json"  # what `calibrate` says of its run, beside the weights
 # Methods that change what products multiply, merged into the weights that make it.
-_MOVING = ("awq", "smoothquant", "hadamard")
+_MOVING = ("awq", "smoothquant", "hadamard", "spinquant")
 
 
 def locate(model: str | Path, revision: str | None = None, *, weights: bool = True, progress: bool = False) -> Path:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -15,7 +18,7 @@ from inferlib.calibration.job import Job
 from inferlib.calibration.opened import unquantized
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import CalibrationReport
-from inferlib.calibration.store import opened
+from inferlib.calibration.store import ROTATIONS, opened
 from inferlib.checkpoint.laid_out import write_manifest
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
@@ -23,6 +26,9 @@ from inferlib.models.quantization import Quantization
 from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, checked_output
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
+
+if TYPE_CHECKING:
+    from inferlib.calibration.spinquant import Learning
 
 
 def calibrate(
@@ -40,14 +46,16 @@ def calibrate(
 
     model, revision: as for `LLM`; an unquantised checkpoint with a tokenizer. data: text of the kind that the model
     will see, see `TextSample`. method: "nearest", "clip" (searched scales), "gptq", "awq", "smoothquant" (for
-    schemes that round inputs by token), "hadamard", "hadamard:merged" (no rotation while the model runs) or
-    "lowrank:16" (a branch of rank 16), and several with + between, such as "awq+gptq". scheme: of the matrices, as
-    `LLM`'s `quantization`. dtype: "float32", "bfloat16" or "float16" of other weights.
+    schemes that round inputs by token), "hadamard", "hadamard:merged" (no rotation while the model runs), "spinquant"
+    (learned rotations; "spinquant:100" in 100 steps, "spinquant:merged") or "lowrank:16" (a branch of rank 16), and
+    several with + between, such as "awq+gptq". scheme: of the matrices, as `LLM`'s `quantization`. dtype: "float32",
+    "bfloat16" or "float16" of other weights.
 
     Layer by layer, the inputs of products are recorded with all layers before quantised. The memory taken is a layer's,
-    and the residual of the text on the host. All GPUs or TPUs of the process share the text. If it is interrupted, the
-    same call goes on where it stopped, and its result is the same. Raises CheckpointError, ConfigError or
-    ConfigurationError before anything is written; OSError if `out` exists or the writing fails.
+    and the residual of the text on the host. All GPUs or TPUs of the process share the text. To learn rotations takes
+    the whole model, on one device. If it is interrupted, the same call goes on where it stopped, or learns the
+    rotations anew if they were not done, and its result is the same. Raises CheckpointError, ConfigError
+    or ConfigurationError before anything is written; OSError if `out` exists or the writing fails.
     """
     started = time.monotonic()
     check_dtype(dtype)
@@ -62,6 +70,7 @@ def calibrate(
     assert files.tokenizer is not None
     windows = data.windows(files.tokenizer, files.config.context)
     job = Job.make(files, recipe, quantization, dtype)
+    learning = _learning(job, windows.shape[1])
     settings = {
         "model": str(files.path),
         "method": method,
@@ -70,6 +79,8 @@ def calibrate(
         "text": hashlib.sha256(windows.tobytes()).hexdigest(),
     }
     with opened(out, settings, job.target.nbytes) as store:
+        learned = learning and learning.learned(store.partial / ROTATIONS, job.load, windows, show=show)
+        job = replace(job, rotations=learned.rotations) if learned else job
         with CountProgress("calibrating layers", len(files.config.layers), show=show) as bar:
             job.run(windows, store, bar, devices_for(len(windows)))
         files.save_description(store.partial)
@@ -78,9 +89,21 @@ def calibrate(
     quantized = [weight for weight in job.target.weights if weight.scheme]
     bits = 8 * sum(a.nbytes for w in quantized for a in w.arrays) / sum(int(np.prod(w.shape)) for w in quantized)
     seconds = time.monotonic() - started
-    return CalibrationReport(
-        out, method, scheme, bits, job.target.nbytes, windows.size, seconds, matrices=store.reports
-    )
+    losses = learned and (learned.before, learned.after)
+    return CalibrationReport(out, method, scheme, bits, job.target.nbytes, windows.size, seconds, store.reports, losses)
+
+
+def _learning(job: Job, window: int) -> Learning | None:
+    """What learns the rotations of a job; None: they are not learned. Raises ConfigurationError if that cannot be."""
+    if job.recipe.rotate != "spinquant":
+        return None
+    if find_spec("optax") is None:
+        raise ConfigurationError("spinquant takes optax: pip install 'inferlib[distill]'")
+    from inferlib.calibration.spinquant import Learning  # which imports optax
+
+    learning = Learning(job.original, job.target, job.recipe.steps)
+    learning.check(window)
+    return learning
 
 
 def _original(files: ModelFiles) -> ModelFiles:

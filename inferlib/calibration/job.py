@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.calibration.forward import LayerwiseForward, Recorded
-from inferlib.calibration.layer_weights import LayerParts, Weights
+from inferlib.calibration.layer_weights import Weights, layer_parts, specs_of
 from inferlib.calibration.low_rank import round_with_branch
 from inferlib.calibration.matrices import MatrixForm
 from inferlib.calibration.opened import OriginalWeights
 from inferlib.calibration.recipe import Recipe
 from inferlib.calibration.report import MatrixReport
 from inferlib.calibration.rotation import (
+    Rotations,
     check_rotates,
     online_rotation,
     rotate_back,
@@ -47,6 +48,7 @@ class Job:
     """A calibration of opened files.
 
     original, target: the model with float32 weights, and as it is stored. hf: the Hugging Face config of the target.
+    rotations: merged into weights; None: there are none.
     """
 
     files: ModelFiles
@@ -55,14 +57,18 @@ class Job:
     original: AbstractModel
     target: AbstractModel
     hf: Mapping[str, Any]
+    rotations: Rotations | None = None
 
     @staticmethod
     def make(files: ModelFiles, recipe: Recipe, quantization: Quantization, dtype: str) -> Job:
         """Raises ConfigurationError if the recipe does not fit the model."""
         config, hf, original = files.config, files.hf, stored_model(files.config, "float32", None)
+        rotations = None
         if recipe.rotate:
             outside = {weight.part.removesuffix(".bias") for weight in original.weights if weight.block is None}
-            check_rotates([layer_parts(original, i) for i in range(len(config.layers))], outside)
+            layers = [layer_parts(original, i) for i in range(len(config.layers))]
+            check_rotates(layers, outside, recipe.rotate)
+            rotations = Rotations.hadamard(layers)
             rotation = online_rotation(original.weights) if recipe.online else 0
             quantization = replace(quantization, rotation=rotation)
             if config.tied:  # the head stays as it was, and is not the embedding
@@ -71,8 +77,8 @@ class Job:
                 config = untied(config)
                 if config_from_hf(hf) != config:
                     raise ConfigurationError(
-                        f"hadamard parts the head from the embedding, which {hf.get('model_type')} models never do: "
-                        "take awq+gptq or gptq"
+                        f"{recipe.rotate} parts the head from the embedding, which {hf.get('model_type')} models never "
+                        "do: take awq+gptq or gptq"
                     )
         quantization = replace(quantization, rank=recipe.rank)
         target = stored_model(config, dtype, quantization)
@@ -83,7 +89,7 @@ class Job:
                 )
         if not any(weight.scheme for weight in target.weights):
             raise ConfigurationError("the model has no matrices to quantise")
-        job = Job(files, recipe, quantization, original, target, hf)
+        job = Job(files, recipe, quantization, original, target, hf, rotations)
         if recipe.smooth and not any(job.has_sites(i) for i in range(len(config.layers))):
             raise ConfigurationError(
                 f"{recipe.smooth} moves factors into norms, values and feed-forwards, and this model has none that "
@@ -124,8 +130,8 @@ class Job:
         """Quantise a layer and write it. Returns its weights as they were rounded."""
         weights = self.load(layer)
         parts = layer_parts(self.target, layer)
-        if self.recipe.rotate:
-            weights = rotate_layer(parts, weights)
+        if self.rotations is not None:
+            weights = rotate_layer(parts, weights, self.rotations)
         sums = _by_part(walk.record(layer, weights, self.quantized(layer)))
         if self.recipe.smooth is not None:
             scheme = self.quantization.scheme
@@ -137,7 +143,7 @@ class Job:
     ) -> tuple[Weights, list[MatrixReport]]:
         """Round a layer's weights, and write them."""
         arrays, reports = [], []
-        for spec in _specs(self.target, layer):
+        for spec in specs_of(self.target, layer):
             w = weights[spec.part]
             if spec.scheme is None:
                 arrays.append((spec, (jnp.asarray(w, spec.dtype),)))
@@ -152,7 +158,7 @@ class Job:
 
     def quantized(self, layer: int | None) -> list[str]:
         """The parts of a layer that are quantised; None: outside the layers."""
-        return [spec.part for spec in _specs(self.target, layer) if spec.scheme]
+        return [spec.part for spec in specs_of(self.target, layer) if spec.scheme]
 
     @cached_property
     def _originals(self) -> OriginalWeights:
@@ -166,29 +172,21 @@ class Job:
         """The weights outside the layers, rotated if the recipe says so; those that are not quantised as they will be
         stored."""
         weights = self.load(None)
-        if self.recipe.rotate:
-            specs = {spec.part: spec for spec in _specs(self.original, None)}
-            weights = rotate_outside(self.files.config, specs, weights)
+        if self.rotations is not None:
+            specs = {spec.part: spec for spec in specs_of(self.original, None)}
+            weights = rotate_outside(self.files.config, specs, weights, self.rotations)
         return {
             spec.part: weights[spec.part]
             if spec.scheme
             else jnp.asarray(weights[spec.part], spec.dtype).astype("float32")
-            for spec in _specs(self.target, None)
+            for spec in specs_of(self.target, None)
         }
 
     def read(self, store: Store, layer: int) -> Weights:
         """The weights of a layer that is done."""
-        specs = _specs(self.target, layer)
+        specs = specs_of(self.target, layer)
         arrays = store.read(specs)
         return {spec.part: _dequantized(spec, [arrays[array.part] for array in spec.arrays]) for spec in specs}
-
-
-def _specs(model: AbstractModel, block: int | None) -> list[WeightSpec]:
-    return [weight for weight in model.weights if weight.block == block]
-
-
-def layer_parts(model: AbstractModel, layer: int) -> LayerParts:
-    return LayerParts(model.config, layer, {spec.part: spec for spec in _specs(model, layer)})
 
 
 def _by_part(recorded: Recorded) -> dict[str, InputSums]:

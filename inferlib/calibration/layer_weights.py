@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from inferlib.models.abstract import WeightSpec
+from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.blocks import GeneralBlock, ParallelBlock, SandwichBlock, kind_of_block
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.sharding import axes
@@ -107,3 +107,12 @@ def values_of(layer: LayerParts, weights: Weights) -> tuple[tuple[str, tuple], .
         last = (Ellipsis, weights["attn.qkv"].shape[2] - 1, slice(None))
         places = (("attn.qkv", last), ("attn.qkv_bias", last))
     return tuple(place for place in places if place[0] in weights)
+
+
+def specs_of(model: AbstractModel, layer: int | None) -> list[WeightSpec]:
+    """The specs of a layer's weights; None: of those outside the layers."""
+    return [weight for weight in model.weights if weight.block == layer]
+
+
+def layer_parts(model: AbstractModel, layer: int) -> LayerParts:
+    return LayerParts(model.config, layer, {spec.part: spec for spec in specs_of(model, layer)})

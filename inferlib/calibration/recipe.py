@@ -8,24 +8,28 @@ from typing import Any, Literal
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import ConfigurationError, brief
 
-METHODS = ("nearest", "clip", "gptq", "awq", "smoothquant", "hadamard", "lowrank")
+METHODS = ("nearest", "clip", "gptq", "awq", "smoothquant", "hadamard", "spinquant", "lowrank")
 _ROUNDINGS = ("nearest", "clip", "gptq")
+_STEPS = 40  # by which spinquant learns
+_FORMS = {"hadamard": "hadamard or hadamard:merged", "spinquant": "spinquant, spinquant:100 or spinquant:merged"}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The steps of a method, in their order.
 
-    rotate: Hadamard rotations of the residual stream and of values; online: and of inputs while the model runs.
-    smooth: factors that move between activations and weights. rounding: how each matrix is rounded. rank: of the branch
-    beside each matrix; 0: there is none.
+    rotate: the residual stream and values are rotated, by Hadamard matrices ("hadamard") or by what is learned from
+    these in `steps` ("spinquant"); online: and inputs while the model runs. smooth: factors that move between
+    activations and weights. rounding: how each matrix is rounded. rank: of the branch beside each matrix; 0: there is
+    none.
     """
 
-    rotate: bool
+    rotate: Literal["hadamard", "spinquant"] | None
     smooth: Literal["awq", "smoothquant"] | None
     rounding: Literal["nearest", "clip", "gptq"]
     rank: int = 0
     online: bool = True
+    steps: int = _STEPS
 
     @staticmethod
     def read(method: str, quantization: Quantization) -> Recipe:
@@ -40,13 +44,14 @@ class Recipe:
             )
         if len(set(parts)) < len(parts):
             raise ConfigurationError(f"method {method!r} names {max(parts, key=parts.count)} twice: name each once")
-        roundings, rotate = [part for part in parts if part in _ROUNDINGS], "hadamard" in parts
+        roundings = [part for part in parts if part in _ROUNDINGS]
+        rotates = [part for part in ("hadamard", "spinquant") if part in parts]
         smooths = [part for part in ("awq", "smoothquant") if part in parts]
-        for several in (roundings, smooths):
+        for several in (roundings, smooths, rotates):
             if len(several) > 1:
                 raise ConfigurationError(f"method {method!r} has {' and '.join(several)}, of which a weight takes one")
-        smooth, scheme = next(iter(smooths), None), quantization.scheme
-        if rotate and not roundings:
+        rotate, smooth, scheme = next(iter(rotates), None), next(iter(smooths), None), quantization.scheme
+        if rotate == "hadamard" and not roundings:
             raise ConfigurationError("hadamard only rotates: say how to round, such as hadamard+gptq")
         if smooth == "smoothquant" and not scheme.rounds_tokens:
             raise ConfigurationError(
@@ -62,21 +67,26 @@ class Recipe:
 
 
 def _parted(parts: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The names of a method's parts, and the fields of a recipe by what follows their colons: a rank of lowrank:16, and
-    no rotations while the model runs of hadamard:merged."""
+    """The names of a method's parts, and the fields of a recipe by what follows their colons: a rank of lowrank:16,
+    steps of spinquant:100, and no rotations while the model runs of hadamard:merged and spinquant:merged."""
     names, options = [], {}
     for part in parts:
         name, colon, value = part.partition(":")
         if name not in METHODS:
             name = part
         elif name == "lowrank":
-            if not (value.isascii() and value.isdigit() and int(value) > 0):
+            if not _positive(value):
                 raise ConfigurationError(f"{brief(part)} has no rank: give one after a colon, such as lowrank:16")
             options["rank"] = int(value)
-        elif name == "hadamard" and value == "merged":
+        elif name == "spinquant" and _positive(value):
+            options["steps"] = int(value)
+        elif name in ("hadamard", "spinquant") and value == "merged":
             options["online"] = False
         elif colon:
-            known = "hadamard or hadamard:merged" if name == "hadamard" else name
-            raise ConfigurationError(f"{brief(part)} is no part of a method: write {known}")
+            raise ConfigurationError(f"{brief(part)} is no part of a method: write {_FORMS.get(name, name)}")
         names.append(name)
     return names, options
+
+
+def _positive(value: str) -> bool:
+    return value.isascii() and value.isdigit() and int(value) > 0

@@ -38,7 +38,8 @@ class CalibrationReport(Tables):
     """The result of `calibrate`: `print` shows a table of losses by layer and part, `plot` a picture.
 
     bits: bits of an element of a quantised matrix, scales included. nbytes: bytes of all weights. tokens: how many were
-    used. seconds: time of this run. matrices: an entry for each quantised matrix.
+    used. seconds: time of this run. matrices: an entry for each quantised matrix. learned: what learned rotations make
+    of the KL divergence of weights that are rounded to nearest, in nats, before and after; None: they were not learned.
     """
 
     out: Path
@@ -49,6 +50,7 @@ class CalibrationReport(Tables):
     tokens: int
     seconds: float
     matrices: tuple[MatrixReport, ...]
+    learned: tuple[float, float] | None = None
 
     def parts(self) -> Sequence[Part]:
         return [self._table(), *self._lines()]
@@ -100,6 +102,12 @@ class CalibrationReport(Tables):
             f"{self.out}: {self.method} to {self.quantization}, {self.bits:.2f} bits, {decimal(self.nbytes)} of "
             f"weights, from {self.tokens} tokens in {self.seconds:.0f} s"
         )
+        if self.learned is not None:
+            before, after = self.learned
+            yield (
+                "learned rotations: KL divergence of weights that are rounded to nearest "
+                f"{before:.4f} -> {after:.4f} nats"
+            )
         if idle := sum(matrix.idle for matrix in self.matrices):
             fewest = min(matrix.tokens for matrix in self.matrices)
             yield (

@@ -2,15 +2,15 @@
 
 A model whose norms have no weights computes the same if its residual is rotated: RMS norms do not change under
 rotations, and matrices take them back. A Hadamard rotation spreads outliers over all channels, so that matrices are
-easier to round. Hidden channels of feed-forwards are rotated while the model runs (`ops.hadamard`), which the weights
-of dense down projections undo.
+easier to round; `spinquant` learns rotations that start from it. Hidden channels of feed-forwards are rotated while the
+model runs (`ops.hadamard`), which the weights of dense down projections undo.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax
@@ -43,13 +43,30 @@ def rotation(size: int) -> np.ndarray:
     return generator.choice([-1.0, 1.0], size)[:, None] * signs / math.sqrt(size)
 
 
-def check_rotates(layers: list[LayerParts], outside: set[str]) -> None:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotations:
+    """Orthogonal matrices [old, new], float32. residual [D, D]; values: of value heads, [h, h] each, by the numbers of
+    the layers where these may be rotated."""
+
+    residual: jax.Array | np.ndarray
+    values: Mapping[int, jax.Array | np.ndarray]
+
+    @staticmethod
+    def hadamard(layers: Sequence[LayerParts]) -> Rotations:
+        """The rotations of `rotation` for a model's layers."""
+        sizes = {layer.number: layer.spec.attention.value_dim for layer in layers if layer.rotates_values}
+        values = {number: rotation(size).astype(np.float32) for number, size in sizes.items()}
+        return Rotations(rotation(layers[0].config.dim).astype(np.float32), values)
+
+
+def check_rotates(layers: Sequence[LayerParts], outside: set[str], method: str) -> None:
     """Raise ConfigurationError if the model's residual cannot be rotated."""
     fixed = [layer.number for layer in layers if not layer.rotates]
     if fixed or outside - {"embed", "positions", "final_norm", "head", "head_bias"}:
         where = f"layer {fixed[0]}" if fixed else "the embedding"
         raise ConfigurationError(
-            f"hadamard rotates a residual that only RMS norms without biases read, and {where} of this model does more "
+            f"{method} rotates a residual that only RMS norms without biases read, and {where} of this model does more "
             "with it: take awq+gptq or gptq"
         )
 
@@ -77,8 +94,13 @@ def rotate_inputs(w: jax.Array, sums: InputSums, size: int) -> tuple[jax.Array, 
     return _in_runs(w, 1, turn), sums._replace(products=products)
 
 
+def rotate_ahead(w: jax.Array, dim: int, size: int) -> jax.Array:
+    """A weight for inputs, along `dim`, of which each `size` consecutive ones are rotated together."""
+    return _in_runs(w, dim, jnp.asarray(rotation_matrix(size), jnp.float32))
+
+
 def rotate_back(w: jax.Array, dim: int, size: int) -> jax.Array:
-    """A weight whose inputs, along `dim`, were rotated by `rotate_inputs`, as it was before."""
+    """A weight that `rotate_ahead` made, as it was before."""
     return _in_runs(w, dim, jnp.asarray(rotation_matrix(size).T, jnp.float32))
 
 
@@ -89,10 +111,9 @@ def _in_runs(w: jax.Array, dim: int, turn: jax.Array) -> jax.Array:
     return _along(runs, dim + 1, turn).reshape(w.shape)
 
 
-def rotate_layer(layer: LayerParts, weights: Weights) -> Weights:
-    """A layer's weights in the rotated residual, with its norms' weights folded into what reads them."""
-    weights, width = dict(weights), layer.config.dim
-    turn = jnp.asarray(rotation(width), jnp.float32)
+def rotate_layer(layer: LayerParts, weights: Weights, rotations: Rotations) -> Weights:
+    """A layer's weights in the rotated residual, with its norms' weights folded into what reads them. Traceable."""
+    weights, turn = dict(weights), jnp.asarray(rotations.residual)
     for norm in layer.smoothed_norms:
         gain = weights[norm] + float(layer.config.norm.unit_offset)
         weights[norm] = jnp.full_like(gain, 0.0 if layer.config.norm.unit_offset else 1.0)
@@ -100,8 +121,8 @@ def rotate_layer(layer: LayerParts, weights: Weights) -> Weights:
             weights[part] = _along(weights[part], layer.width_dim(part), gain[:, None] * turn)
     for part in layer.writers:
         weights[part] = _along(weights[part], layer.width_dim(part), turn)
-    if layer.rotates_values:
-        turn = jnp.asarray(rotation(layer.spec.attention.value_dim), jnp.float32)
+    if layer.number in rotations.values:
+        turn = jnp.asarray(rotations.values[layer.number])
         for part, place in values_of(layer, weights):
             w = weights[part]
             weights[part] = w.at[place].set(_along(w[place], -1, turn))
@@ -109,9 +130,11 @@ def rotate_layer(layer: LayerParts, weights: Weights) -> Weights:
     return weights
 
 
-def rotate_outside(config: ModelConfig, specs: dict[str, WeightSpec], weights: Weights) -> Weights:
-    """The weights outside the layers, in the rotated residual. specs: of the original model."""
-    turn = jnp.asarray(rotation(config.dim), jnp.float32)
+def rotate_outside(
+    config: ModelConfig, specs: Mapping[str, WeightSpec], weights: Weights, rotations: Rotations
+) -> Weights:
+    """The weights outside the layers, in the rotated residual. specs: of the original model. Traceable."""
+    turn = jnp.asarray(rotations.residual)
     rotated = dict(weights)
     for part in ("embed", "positions"):
         if part in weights:

@@ -21,6 +21,8 @@ from inferlib.locks import locked
 from inferlib.model_files import CALIBRATION as RECORD  # the settings, and what was done to each matrix
 from inferlib.models.abstract import WeightSpec
 
+ROTATIONS = "rotations.npz"  # learned ones, of methods that have them
+_OURS = frozenset(name + new for name in (RECORD, ROTATIONS) for new in ("", ".new"))
 _OUTSIDE = "outside"
 
 
@@ -91,7 +93,7 @@ def _record(partial: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not partial.exists():
         return new
     strange = [partial.name] if not partial.is_dir() else []
-    strange = strange or sorted({path.name for path in partial.iterdir()} - WRITTEN - {RECORD, f"{RECORD}.new"})
+    strange = strange or sorted({path.name for path in partial.iterdir()} - WRITTEN - _OURS)
     if strange:
         raise FileExistsError(f"{partial} exists and holds other things than a calibration ({strange[0]}): move it")
     if not (partial / RECORD).exists():

@@ -75,7 +75,7 @@ def must_fit(model: AbstractModel, items: Sequence[LoadItem]) -> None:
         if weight.rank or scheme.rotation:
             raise ConfigurationError(
                 "compressed-tensors files have no branch of low rank and rotate no inputs: quantise without lowrank, "
-                "and with hadamard:merged instead of hadamard"
+                "and with hadamard:merged or spinquant:merged instead of hadamard or spinquant"
             )
 
 

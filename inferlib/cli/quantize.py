@@ -48,8 +48,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="nearest, clip, gptq, awq, smoothquant, hadamard, hadamard:merged or lowrank:16; several with + "
-            "between, such as awq+gptq."
+            help="nearest, clip, gptq, awq, smoothquant, hadamard, hadamard:merged, spinquant, spinquant:100 (steps), "
+            "spinquant:merged or lowrank:16; several with + between, such as awq+gptq."
         ),
     ] = "awq+gptq",
     scheme: Annotated[

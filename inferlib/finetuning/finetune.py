@@ -29,7 +29,7 @@ from inferlib.finetuning.losses import cross_entropy, divergence
 from inferlib.finetuning.plot import plot
 from inferlib.finetuning.rows import Rows
 from inferlib.finetuning.weights import QuantizedWeights, Scales, Trained, begin
-from inferlib.finetuning.whole_rows import hidden_states
+from inferlib.finetuning.whole_rows import has_gradients, hidden_states
 from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.quantization import Quantization
@@ -276,20 +276,13 @@ class Run:
 
     def must_have_gradients(self) -> None:
         """Raise ConfigurationError for a model whose layers have none."""
-        refusal = ConfigurationError(
-            f"{self.files.config.family} has experts or recurrent layers, whose loops have no gradients: inferlib "
-            "quantize --method gptq rounds such models as well as it can"
-        )
-        if self.files.config.mixtures:
-            raise refusal
         stored = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.weights.stored.specs]
         teacher = () if self.teacher_model is None else self.teacher_model.specs
         structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in teacher]
         tokens = jax.ShapeDtypeStruct((1, self.settings.length), jnp.int32)
-        try:
-            trained, scales = jax.eval_shape(lambda arrays: begin(self.weights.stored, arrays), stored)
-            jax.eval_shape(jax.grad(self.loss), trained, scales, structs, tokens)
-        except ValueError as error:
-            if "Reverse-mode differentiation" not in str(error):
-                raise
-            raise refusal from None
+        trained, scales = jax.eval_shape(lambda arrays: begin(self.weights.stored, arrays), stored)
+        if not has_gradients(self.files.config, self.loss, trained, scales, structs, tokens):
+            raise ConfigurationError(
+                f"{self.files.config.family} has experts or recurrent layers, whose loops have no gradients: inferlib "
+                "quantize --method gptq rounds such models as well as it can"
+            )

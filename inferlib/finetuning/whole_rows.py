@@ -5,7 +5,7 @@ Shapes: B rows of T tokens; D width; K, G, h heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from inferlib.cache.plan import plan_cache
 from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
-from inferlib.models.config import AttentionSpec
+from inferlib.models.config import AttentionSpec, ModelConfig
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
@@ -64,6 +64,20 @@ def hidden_states(model: AbstractModel, weights: Sequence[Any], tokens: jax.Arra
     batch = StepBatch.of_chunks(tokens, places, jnp.zeros_like(places))
     ran = decoder(StepContext(batch, model.config, plan.max_len), cache)
     return decoder, ran.hidden.reshape(rows, length, -1)
+
+
+def has_gradients(config: ModelConfig, loss: Callable[..., jax.Array], *shapes: Any) -> bool:
+    """Whether a loss of a model's rows has gradients by its first argument: loops over experts, and over the chunks of
+    recurrent layers, have none. shapes: of its arguments."""
+    if config.mixtures:
+        return False
+    try:
+        jax.eval_shape(jax.grad(loss), *shapes)
+    except ValueError as error:
+        if "Reverse-mode differentiation" not in str(error):
+            raise
+        return False
+    return True
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

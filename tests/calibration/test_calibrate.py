@@ -274,6 +274,8 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monk
         ({"method": "gptq+lowrank:4+lowrank:8"}, "lowrank twice"),
         ({"method": "gptq:3"}, "'gptq:3' is no part of a method: write gptq"),
         ({"method": "hadamard:whole+gptq"}, "write hadamard or hadamard:merged"),
+        ({"method": "hadamard+spinquant+gptq"}, "takes one"),
+        ({"method": "spinquant:0"}, "write spinquant, spinquant:100 or spinquant:merged"),
         ({"method": "gptq+lowrank:4000"}, "is no low rank of"),
         ({"method": "smoothquant"}, "take int8_a8 or fp8_a8"),
         ({"method": "awq", "scheme": "int8_a8"}, "smoothquant"),

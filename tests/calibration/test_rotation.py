@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.calibration.job import layer_parts
+from inferlib.calibration.layer_weights import layer_parts
 from inferlib.calibration.rotation import rotate_back, rotate_inputs, rotate_layer, rotation
 from inferlib.calibration.smoothing import smooth
 from inferlib.ops.hadamard import rotation_matrix
@@ -79,9 +79,11 @@ def test_a_rotated_model_equals_the_original(name, tmp_path):
     path = make_checkpoint(tmp_path, family, **options)
     job = job_of(path, "hadamard+gptq", "int4")
     assert not job.target.config.tied
+    rotations = job.rotations
+    assert rotations is not None
 
     def rotated(layer, _):
-        weights = rotate_layer(layer_parts(job.target, layer), job.load(layer))
+        weights = rotate_layer(layer_parts(job.target, layer), job.load(layer), rotations)
         first = next(part for part in ("pre_attn_norm", "pre_mlp_norm") if part in weights)
         assert np.ptp(weights[first]) == 0  # folded into what reads it
         return weights
