@@ -161,6 +161,10 @@ class NewCells:
     written: jax.Array | None = None
 
 
+# Most queries of a KV head that are stacked: the sums of more would not fit in the registers of a GPU's program.
+MOST_STACKED = 64
+
+
 class SharedPrefixes(NamedTuple):
     """Which rows share the pages of a prefix, in T tiles of up to m rows; a prefix may have several tiles.
 
@@ -171,11 +175,32 @@ class SharedPrefixes(NamedTuple):
     members: jax.Array
     pages: jax.Array
 
-    def cut(self, most: int) -> SharedPrefixes:
-        """These prefixes in tiles of at most `most` rows, if they have more."""
+    def cut(self, most: int, rows: int) -> SharedPrefixes:
+        """The prefixes of `rows` rows in tiles of at most `most`; a tile without rows has no page."""
         width = self.members.shape[1]
         part = math.gcd(width, 1 << (most.bit_length() - 1))
-        return SharedPrefixes(self.members.reshape(-1, part), jnp.repeat(self.pages, width // part))
+        members = self.members.reshape(-1, part)
+        return SharedPrefixes(members, jnp.where(members[:, 0] < rows, jnp.repeat(self.pages, width // part), 0))
+
+    def tables(self, pages: jax.Array) -> jax.Array:
+        """The page tables [T, M] of the tiles' prefixes, from those of the B rows."""
+        return pages[jnp.minimum(self.members[:, 0], pages.shape[0] - 1)]
+
+    def stacked(self, q: jax.Array) -> jax.Array:
+        """The queries [T, K, m * G, h] of the tiles' rows, as if they were heads of one row; q [B, K, G, h]."""
+        rows, kv_heads, _, size = q.shape
+        of_members = jnp.moveaxis(q[jnp.minimum(self.members, rows - 1)], 1, 2)
+        return of_members.reshape(len(self.pages), kv_heads, -1, size)
+
+    def places(self, active: jax.Array) -> jax.Array:
+        """Which of the T * m members each row is, for B rows, `active` [B] bool; int32 [B].
+
+        T * m: a row that is none of them, or is not active.
+        """
+        count = self.members.size
+        places = jnp.full(active.shape, count, jnp.int32)
+        places = places.at[self.members.reshape(-1)].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+        return jnp.where(active, places, count)
 
 
 @jax.tree_util.register_dataclass

@@ -198,13 +198,14 @@ def prefill_attention(
     k, v, table = pages_of(cache, rows)
     shape = Shape.of(q, cache, splits)
     outs, lses = attend_shares(shape, options.scale, q, k, v, table, *seen(cache, rows, positions, options.window))
+    lses = jnp.moveaxis(lses.reshape(*lses.shape[:2], *q.shape[2:4], -1), -1, 2)
     return (outs[0], lses[0]) if shape.splits == 1 else merge(outs, lses, q.dtype, interpret=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers that are alike are traced and lowered once
 def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
-    """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, C,
-    K, G] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v."""
+    """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, K *
+    G, C] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v."""
     chunks, width, kv_heads, group, size = q.shape
     of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in (first, last)]
     of_rows = [jnp.tile(x, (1, 1, shape.heads)) for x in of_parts]
@@ -221,8 +222,7 @@ def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last) -> tu
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*of_rows, _ranges(splits, *of_parts), table.reshape(-1), q.reshape(chunks, width, heads, size), k, v)
-    lse = lse.reshape(splits, chunks, kv_heads, group, width)
-    return out.reshape(splits, *q.shape), jnp.moveaxis(lse, -1, 2)
+    return out.reshape(splits, *q.shape), lse
 
 
 def _ranges(splits: int, first: jax.Array, last: jax.Array) -> jax.Array:

@@ -82,7 +82,7 @@ class Cascade:
         if not self.config.cascade or rows < LEAST_SHARING:
             return None
         count = self.config.rows
-        tiles, width = prefix_shape(rows)
+        tiles, width = prefix_shape(rows, self.config.platform)
         free = [tiles] * self.config.shards.replicas
         packed = np.full((len(free), tiles, width), rows, np.int32)
         packed[:, :, 0] = 0

@@ -14,12 +14,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
+from inferlib.attention_values import MOST_STACKED, AttentionOptions, KvCache, NewCells, SharedPrefixes
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.decode_attention import decode_attention, write_new
-
-# Most queries of a KV head that are stacked: the sums of more would not fit in the registers of a GPU's program.
-_STACKED = 64
 
 
 def takes(cache: KvCache, options: AttentionOptions) -> bool:
@@ -41,39 +38,35 @@ def cascade_attention(
 
     q [B, K, G, h]; prefixes: of the B rows, each shorter than its rows' `lengths`.
     """
-    rows, kv_heads, group, size = q.shape
-    prefixes = prefixes.cut(max(1, _STACKED // group))
-    members, (tiles, width) = prefixes.members, prefixes.members.shape
+    rows, kv_heads, group, _ = q.shape
     pages, page = _required(cache.pages), cache.k.shape[-2]
-    # Which of the stacked queries is a row's; one beyond the last for rows that share nothing, and for inactive ones.
-    stacked = jnp.full(rows, tiles * width, jnp.int32)
-    stacked = stacked.at[members.reshape(-1)].set(jnp.arange(tiles * width, dtype=jnp.int32), mode="drop")
-    stacked = jnp.where(lengths > 0, stacked, tiles * width)
-    shared = jnp.repeat(prefixes.pages, width).at[stacked].get(mode="fill", fill_value=0)
-
+    places = prefixes.places(lengths > 0)
+    shared = jnp.repeat(prefixes.pages, prefixes.members.shape[1]).at[places].get(mode="fill", fill_value=0)
     columns = jnp.minimum(jnp.arange(pages.shape[1]) + shared[:, None], pages.shape[1] - 1)
     behind = replace(cache, pages=jnp.take_along_axis(pages, columns, axis=1))
-    of_tiles = pages[jnp.minimum(members[:, 0], rows - 1)]
-    queries = jnp.moveaxis(q[jnp.minimum(members, rows - 1)], 1, 2).reshape(tiles, kv_heads, width * group, size)
-    ends, prefix_ends = lengths - shared * page, prefixes.pages * page
+    ends = lengths - shared * page
     if backend == "pallas_gpu":
         if new is not None:
             behind = write_new(behind, new, ends)
-        from inferlib.pallas_kernels.cascade_attention_gpu import Queries
+        from inferlib.pallas_kernels.cascade_attention_gpu import Prefixes
         from inferlib.pallas_kernels.cascade_attention_gpu import cascade_attention as kernels
 
-        of_prefixes = Queries(queries, replace(behind, pages=of_tiles), prefix_ends)
-        out, lse = kernels(Queries(q, behind, ends), of_prefixes, stacked, options)
+        of_prefixes = Prefixes(prefixes, pages, places)
+        out, lse = kernels(q, behind, ends, of_prefixes, options)
         return out, lse, cache.with_arrays(behind.arrays)
 
+    prefixes = prefixes.cut(max(1, MOST_STACKED // group), rows)
+    (tiles, width), tables = prefixes.members.shape, prefixes.tables(pages)
+    queries = prefixes.stacked(q)
     out, lse, behind = decode_attention(q, behind, ends, options, new=new, backend=backend)
     cache = cache.with_arrays(behind.arrays)  # read from here on: a cache that is read later would be copied
     without_sinks = replace(options, sinks=None)
-    of_prefix = decode_attention(queries, replace(cache, pages=of_tiles), prefix_ends, without_sinks, backend=backend)
+    prefix_ends = prefixes.pages * page
+    of_prefix = decode_attention(queries, replace(cache, pages=tables), prefix_ends, without_sinks, backend=backend)
     apart = (jnp.moveaxis(x.reshape(tiles, kv_heads, width, group, *x.shape[3:]), 2, 1) for x in of_prefix[:2])
     outs, lses = (x.reshape(tiles * width, *x.shape[2:]) for x in apart)
-    outs = outs.at[stacked].get(mode="fill", fill_value=0)
-    lses = lses.at[stacked].get(mode="fill", fill_value=-jnp.inf)
+    outs = outs.at[places].get(mode="fill", fill_value=0)
+    lses = lses.at[places].get(mode="fill", fill_value=-jnp.inf)
     return *merge_attention(jnp.stack([out, outs]), jnp.stack([lse, lses])), cache
 
 

@@ -491,7 +491,7 @@ class ProgramSet:
         weights, cache = self._weights_and_cache
         control = struct((shards.replicas, config.rows + 1), jnp.int32, (axes.ROWS, None))
         if key.cascade:
-            tiles, width = prefix_shape(key.rows)
+            tiles, width = prefix_shape(key.rows, self.config.platform)
             prefixes = struct((shards.replicas * tiles, width), jnp.int32, (axes.ROWS, None))
             return weights, cache, state, control, prefixes
         if key.part and key.drafts:

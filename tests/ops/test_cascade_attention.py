@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
+from inferlib.ops.attention import masked_attention
 from inferlib.ops.cascade_attention import cascade_attention, takes
-from inferlib.ops.decode_attention import decode_attention
-from inferlib.pallas_kernels import cascade_attention_gpu
+from inferlib.ops.decode_attention import decode_attention, write_new
+from inferlib.pallas_kernels import cascade_attention_gpu, cascade_attention_hopper_gpu
+from inferlib.pallas_kernels.decode_attention_gpu import attend_shares
+from inferlib.pallas_kernels.merge_prefixes_gpu import Prefixes, merge_prefixes
+from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper
 
 PAGE, COLUMNS, ROWS, SIZE = 16, 6, 5, 16
 LENGTHS = [40, 33, 50, 0, 90]  # the second has one position behind the shared pages, the fourth is inactive
@@ -75,6 +79,82 @@ def test_equals_rows_alone(backend, group, monkeypatch):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
     for a, b in zip(got[2].arrays, want[2].arrays, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def by_xla(shape, scale, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
+    """What `prefill_attention_hopper_gpu.attend_shares` returns for one program a range."""
+    keys, values = (jnp.moveaxis(x[table], 1, 2).reshape(len(table), x.shape[1], -1, x.shape[-1]) for x in (k, v))
+    position = jnp.arange(keys.shape[2])
+    seen = (position >= first[..., None]) & (position <= last[..., None])
+    out, lse = masked_attention(q, keys, values, seen, AttentionOptions(scale))
+    return out[None], jnp.moveaxis(lse, 1, -1).reshape(1, len(q), -1, q.shape[1])
+
+
+def test_rows_as_tokens_of_chunks(monkeypatch):
+    """Prefixes dealt to chunks of the kernel of prefill attention, which is XLA's here, and merged with rows' own."""
+    it = inputs(4)
+    monkeypatch.setattr(cascade_attention_hopper_gpu.prefill, "KEYS", PAGE // 2)
+    monkeypatch.setattr(cascade_attention_hopper_gpu.prefill, "PROGRAMS", 6 * 2)
+    monkeypatch.setattr(cascade_attention_hopper_gpu.prefill, "attend_shares", by_xla)
+    none = ROWS + 3
+    members = np.full((2, 32), none, np.int32)
+    members[0, :3], members[1, :1] = [4, 0, 1], 3
+    shared, options = SharedPrefixes(jnp.asarray(members), jnp.asarray([2, 1], jnp.int32)), AttentionOptions(0.3)
+    cache = write_new(it.cache, it.new, it.lengths)
+    want = jax.jit(partial(decode_attention, options=options))(it.q, cache, it.lengths)
+
+    @jax.jit
+    def cascade(q, cache, lengths):
+        places = shared.places(lengths > 0)
+        pages = jnp.repeat(shared.pages, 32).at[places].get(mode="fill", fill_value=0)
+        columns = jnp.minimum(jnp.arange(COLUMNS) + pages[:, None], COLUMNS - 1)
+        behind = replace(cache, pages=jnp.take_along_axis(cache.pages, columns, axis=1))
+        rest = attend_shares(q, behind, lengths - pages * PAGE, options, interpret=True)
+        prefixes = Prefixes(shared, cache.pages, places)
+        shares = cascade_attention_hopper_gpu.attend_prefixes(q, cache, prefixes, options)
+        return merge_prefixes(rest, shares, places, q.dtype, True)
+
+    for a, b in zip(cascade(it.q, cache, it.lengths), want[:2], strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("blocks", [[61, 0, 0], [0, 0, 0], [1, 1, 1], [5, 0, 90], [7, 8, 9], [1, 100, 1]])
+@pytest.mark.parametrize("chunks", [3, 8])
+def test_prefixes_are_dealt_whole(blocks, chunks):
+    """Chunks hold each block of each prefix once, and none has far more than its part."""
+    tiles, first, last = cascade_attention_hopper_gpu.dealt(jnp.asarray(blocks), chunks)
+    blocks_of = [
+        (int(t), b) for t, f, n in zip(tiles, first, last, strict=True) for b in range(f // 128, (n + 1) // 128)
+    ]
+    assert sorted(blocks_of) == [(t, b) for t, count in enumerate(blocks) for b in range(count)]
+    used = sum(count > 0 for count in blocks)
+    assert (last - first + 1).max() <= 128 * -(-sum(blocks) // (chunks - max(used, 1) + 1))
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs Hopper GPUs")
+@pytest.mark.parametrize("shared", [[61, 61, 0], [3, 8, 0], [9, 0, 40]])
+def test_hopper_equals_rows_alone(shared):
+    """Sixty-four rows of Llama 3 8B's heads in bfloat16, some behind each prefix, one behind none."""
+    rng, rows, columns, rest = np.random.default_rng(0), 64, 64, 3
+    table, lengths = np.zeros((rows, columns), np.int32), np.full(rows, 200, np.int32)
+    table[:, :rest] = rng.permutation(rows * rest).reshape(rows, rest)
+    k, v, q = (rng.normal(size=(n, 8, m, 128)) for n, m in ((400, 128), (400, 128), (rows, 4)))
+    members, order = np.full((3, 32), rows, np.int32), rng.permutation(rows - 1)
+    for of, some, pages, start in zip(members, np.split(order, [32, 50]), shared, (300, 300, 240), strict=True):
+        of[: len(some)] = some
+        last = table[some, :rest]
+        table[some, :pages] = start + np.arange(pages)
+        table[some, pages : pages + rest] = last
+        lengths[some] = 128 * pages + rng.integers(1, 128 * rest + 1, len(some))
+    half = partial(jnp.asarray, dtype=jnp.bfloat16)
+    cache = KvCache(half(k), half(v), pages=jnp.asarray(table), limit=128 * columns)
+    prefixes, options = SharedPrefixes(jnp.asarray(members), jnp.asarray(shared, jnp.int32)), AttentionOptions(0.1)
+    of_rows = half(q), cache, jnp.asarray(lengths)
+    got = jax.jit(partial(cascade_attention, options=options, prefixes=prefixes, backend="pallas_gpu"))(*of_rows)
+    want = jax.jit(partial(decode_attention, options=options, backend="pallas_gpu"))(*of_rows)
+    for x, y in zip(got[:2], want[:2], strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) <= 6e-3 * np.linalg.norm(y)
 
 
 def test_layers_that_cannot():
