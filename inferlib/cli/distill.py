@@ -20,6 +20,7 @@ class DistillArguments(TrainingArguments):
 
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 6000
     batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 16
+    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 200
     draft_vocab: Annotated[
         int | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,18 @@ from rich.console import Console
 from inferlib.cli.arguments import grouped
 from inferlib.cli.output import user_errors
 from inferlib.cli.training import TrainingArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneArguments(TrainingArguments):
+    """Fields of `FinetuneSettings`."""
+
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Rows that the teacher writes itself, to learn from beside the texts; as many as the texts have help."
+        ),
+    ] = 0
 
 
 @grouped
@@ -33,15 +46,15 @@ def finetune(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16, of products; by default float32 on CPU, else bfloat16.")
     ] = None,
-    training: TrainingArguments,
+    training: FinetuneArguments,
 ) -> None:
     """Train a quantised model's weights with their rounding, so that what it lost comes back."""
     with user_errors():
-        from inferlib.distillation.settings import TrainingSettings
+        from inferlib.distillation.settings import FinetuneSettings
         from inferlib.finetuning.finetune import finetune as train
         from inferlib.progress import on_terminal
 
-        settings = TrainingSettings(**vars(training))
+        settings = FinetuneSettings(**vars(training))
         result = train(model, data, out, settings, teacher=teacher, dtype=dtype, progress=on_terminal())
     what = (
         "cross entropy with held-out texts" if teacher is None else "KL divergence from the teacher on held-out texts"

@@ -14,10 +14,10 @@ class TrainingArguments:
 
     panel: ClassVar = "Training"
 
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1200
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 2400
     batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 32
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512
-    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 3e-4
+    lr: Annotated[float, typer.Option(help="Highest learning rate; a cosine follows its warm-up.")] = 1e-4
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100
     clip: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = 1.0
     seed: Annotated[int, typer.Option(help="Seed of the rows' order.")] = 0

@@ -22,10 +22,10 @@ class TrainingSettings:
     Raises ConfigurationError for others.
     """
 
-    steps: int = 1200
+    steps: int = 2400
     batch: int = 32
     length: int = 512
-    lr: float = 3e-4
+    lr: float = 1e-4
     warmup: int = 100
     clip: float = 1.0
     seed: int = 0
@@ -61,6 +61,22 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinetuneSettings(TrainingSettings):
+    """Options of `finetune`, beside those of `TrainingSettings`.
+
+    samples: how many rows the teacher writes itself, to learn from beside those of the texts.
+
+    Raises ConfigurationError for others.
+    """
+
+    samples: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_whole("samples", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillSettings(TrainingSettings):
     """Options of `distill_eagle3`, beside those of `TrainingSettings`.
 
@@ -74,6 +90,7 @@ class DistillSettings(TrainingSettings):
 
     steps: int = 6000
     batch: int = 16
+    lr: float = 3e-4
     warmup: int = 200
     draft_vocab: int | None = None
     unroll: int = 5

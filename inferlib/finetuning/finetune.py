@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +24,11 @@ from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, st
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.distillation.data import rows_of_step
 from inferlib.distillation.loop import DATA, TrainingLoop, check_devices, check_length, check_run, product_dtype
-from inferlib.distillation.settings import TrainingSettings
+from inferlib.distillation.settings import FinetuneSettings
 from inferlib.finetuning.losses import cross_entropy, divergence
 from inferlib.finetuning.plot import plot
 from inferlib.finetuning.rows import Rows
+from inferlib.finetuning.samples import sample_rows
 from inferlib.finetuning.weights import QuantizedWeights, Scales, Trained, begin
 from inferlib.finetuning.whole_rows import has_gradients, hidden_states
 from inferlib.model_files import CALIBRATION, ModelFiles
@@ -55,7 +56,7 @@ def finetune(
     model: str | Path,
     texts: str | Path,
     out: str | Path,
-    settings: TrainingSettings = TrainingSettings(),  # noqa: B008
+    settings: FinetuneSettings = FinetuneSettings(),  # noqa: B008
     *,
     teacher: str | Path | None = None,
     dtype: str | None = None,
@@ -80,7 +81,7 @@ def open_run(
     model: str | Path,
     texts: str | Path,
     out: str | Path,
-    settings: TrainingSettings,
+    settings: FinetuneSettings,
     *,
     teacher: str | Path | None = None,
     dtype: str | None = None,
@@ -94,17 +95,22 @@ def open_run(
     files = _quantized(ModelFiles.open(model))
     learned = None if teacher is None else _teacher(ModelFiles.open(teacher, progress=progress), files)
     check_length(settings, files.config.context)
+    if settings.samples and learned is None:
+        raise ConfigurationError("samples are written by the teacher: give one, or leave samples out")
     folder = out / "training"
     options = {"model": str(model), "teacher": teacher and str(teacher), "texts": str(texts), "dtype": dtype}
     options |= settings.deciding()
     check_run(out, folder / "settings.json", options)
     assert files.tokenizer is not None
-    rows = Rows.prepared(folder, files.tokenizer, texts, settings.length)
+    saved = Rows.saved(folder)
+    rows = saved or Rows.of_texts(texts, files.tokenizer, settings.length)
     run = Run(files, learned, rows, settings, out, dtype, progress)
     run.must_have_gradients()
+    if saved is None:
+        run = replace(run, rows=run.with_samples())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
-    rows.save(folder)
+    run.rows.save(folder)
     return run
 
 
@@ -148,7 +154,7 @@ class Run:
     files: ModelFiles
     teacher: ModelFiles | None
     rows: Rows
-    settings: TrainingSettings
+    settings: FinetuneSettings
     out: Path
     dtype: str
     progress: bool
@@ -186,6 +192,15 @@ class Run:
         write_manifest(self.out, self.files.hf, self.weights.stored, self.quantization)
 
     # ---- what is trained, and on what
+
+    def with_samples(self) -> Rows:
+        """The rows of the texts, and those that the teacher writes."""
+        settings, tokenizer = self.settings, self.files.tokenizer
+        if self.teacher is None or tokenizer is None or not settings.samples:
+            return self.rows
+        tokens = min(tokenizer.vocab_size, self.files.config.vocab)
+        drawn: dict = dict(dtype=self.dtype, seed=settings.seed, progress=self.progress)
+        return self.rows.joined(sample_rows(self.teacher.path, settings.samples, settings.length, tokens, **drawn))
 
     @property
     def kind(self) -> str:

@@ -22,12 +22,17 @@ class Rows:
     testing: np.ndarray
 
     @staticmethod
-    def prepared(folder: Path, tokenizer: Tokenizer, texts: Path, length: int) -> Rows:
-        """The rows that an interrupted run saved, else new ones of the texts. Raises ConfigurationError for texts that
-        are too short."""
-        if (file := folder / "rows.npz").exists():
-            with np.load(file) as arrays:
-                return Rows(arrays["training"], arrays["testing"])
+    def saved(folder: Path) -> Rows | None:
+        """The rows that a run saved; None if it saved none."""
+        file = folder / "rows.npz"
+        if not file.exists():
+            return None
+        with np.load(file) as arrays:
+            return Rows(arrays["training"], arrays["testing"])
+
+    @staticmethod
+    def of_texts(texts: Path, tokenizer: Tokenizer, length: int) -> Rows:
+        """Raises ConfigurationError for texts that are too short."""
         read = read_texts(texts)
         training, testing = (rows_of(tokens_of(part, tokenizer), length) for part in (read.training, read.testing))
         for what, part in (("train on", training), ("measure with", testing)):
@@ -37,6 +42,10 @@ class Rows:
                 )
         spread = np.linspace(0, len(testing) - 1, min(_TESTED, len(testing))).astype(int)
         return Rows(training, testing[spread])
+
+    def joined(self, training: np.ndarray) -> Rows:
+        """These rows, and more to learn from."""
+        return Rows(np.concatenate([self.training, training]), self.testing)
 
     def save(self, folder: Path) -> None:
         partial = folder / "partial.npz"

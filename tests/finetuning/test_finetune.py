@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib import LLM, TextSample, calibrate, evaluate
+from inferlib import LLM, SamplingParams, TextSample, calibrate, evaluate
 from inferlib.checkpoint.laid_out import stored_model
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.distillation.record import Record, read_log
-from inferlib.distillation.settings import TrainingSettings
+from inferlib.distillation.settings import FinetuneSettings
 from inferlib.finetuning.finetune import finetune, open_run
 from inferlib.finetuning.weights import QuantizedWeights, begin
 from inferlib.finetuning.whole_rows import hidden_states, take_row_attention
@@ -29,8 +29,8 @@ from tests.helpers.oracle import make_checkpoint
 SMALL = dict(steps=6, batch=8, length=32, lr=1e-3, warmup=1, save_every=2, log_every=1, devices=1)
 
 
-def settings(**options) -> TrainingSettings:
-    return TrainingSettings(**{**SMALL, **options})
+def settings(**options) -> FinetuneSettings:
+    return FinetuneSettings(**{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,22 @@ def test_the_step_compiles_once(model, quantized, texts, whole):
     assert run.step._cache_size() == 1
 
 
+def test_the_teacher_writes_samples_once(model, quantized, texts, whole, tmp_path, monkeypatch):
+    """Of the length of rows, each from a token of its own; a run that goes on has them."""
+    out, options = tmp_path / "out", settings(samples=5)
+    run = open_run(quantized, texts, out, options, teacher=model)
+    known = len(open_run(quantized, texts, whole, settings(), teacher=model).rows.training)
+    samples = run.rows.training[known:]
+    assert samples.shape == (5, 32)
+    llm = LLM(model, dtype="float32", max_len=32, generation_config="none")
+    params = SamplingParams(temperature=1.0, max_tokens=31, ignore_eos=True, seed=3)
+    again = llm.generate([samples[3, :1].tolist()], params)[0].outputs[0].token_ids
+    assert samples[3, 1:].tolist() == list(again)
+    monkeypatch.setattr("inferlib.finetuning.finetune.sample_rows", None)
+    resumed = open_run(quantized, texts, out, options, teacher=model)
+    np.testing.assert_array_equal(resumed.rows.training[known:], samples)
+
+
 @pytest.mark.slow
 def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     finetune(quantized, texts, tmp_path / "out", settings(devices=2), teacher=model)
@@ -193,6 +209,8 @@ def test_what_cannot_be_trained_is_refused(model, quantized, texts, tmp_path):
         finetune(quantized, short, tmp_path / "out", settings(length=256))
     with pytest.raises(ConfigurationError, match="dtype must be"):
         finetune(quantized, texts, tmp_path / "out", settings(), dtype="float16")
+    with pytest.raises(ConfigurationError, match="samples are written by the teacher"):
+        finetune(quantized, texts, tmp_path / "out", settings(samples=2))
     with pytest.raises(ConfigurationError, match="does not divide over 3 devices"):
         finetune(quantized, texts, tmp_path / "out", settings(devices=3))
     assert not (tmp_path / "out").exists()
@@ -224,7 +242,9 @@ def _quantised_files(model: Path) -> ModelFiles:
     return ModelFiles.open(out)
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"lr": 0.0}, {"length": 8}, {"batch": 1.5}, {"devices": 0}])
+@pytest.mark.parametrize(
+    "options", [{"steps": 0}, {"lr": 0.0}, {"length": 8}, {"batch": 1.5}, {"devices": 0}, {"samples": -1}]
+)
 def test_settings_that_make_no_sense(options):
     with pytest.raises(ConfigurationError, match=f"{next(iter(options))} must be"):
-        TrainingSettings(**options)
+        FinetuneSettings(**options)
