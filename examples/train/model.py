@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ LANES = {"d-tensor": (1, False), "d-delayed": (8, True), "d-none": (8, False)}
 LANE_LAYERS = 12
 PRESETS = (*LOOPS, *LANES)
 THROUGH = 8  # the last steps of the core, which gradients go through: all, in a pass of the mean number
-_FADING = math.sqrt(1 / 5)  # of a state at a step, at first
+FADING = math.sqrt(1 / 5)  # of a state at a step, at first, as published
 
 
 def core_steps(preset: str) -> int:
@@ -102,18 +103,19 @@ def loop_config(preset: str, vocab: int, width: int, length: int, injection: str
     }
 
 
-def first_weights(model: AbstractModel, seed: int) -> tuple[jax.Array, ...]:
-    """Random weights; every branch adds nothing at first, and the matrices around the core are 1."""
-    return tuple(map(_first, model.weights, model.random_weights(seed)))
+def first_weights(model: AbstractModel, seed: int, fading: float = FADING) -> tuple[jax.Array, ...]:
+    """Random weights; every branch adds nothing at first, and the matrices around the core are 1. fading: what a state
+    is multiplied by at a step of the core, at first."""
+    return tuple(map(partial(_first, fading), model.weights, model.random_weights(seed)))
 
 
-def _first(weight: WeightSpec, drawn: jax.Array) -> jax.Array:
+def _first(fading: float, weight: WeightSpec, drawn: jax.Array) -> jax.Array:
     if weight.part in ("attn.o", "mlp.down"):
         return jnp.zeros_like(drawn)
     if weight.part in ("loop.input", "loop.exit", "loop.injection.state"):
-        return jnp.eye(len(drawn)) * (_FADING if weight.part.endswith("state") else 1.0)
+        return jnp.eye(len(drawn)) * (fading if weight.part.endswith("state") else 1.0)
     if weight.part == "loop.injection.step":  # softplus of it is -log of the fading
-        return jnp.full_like(drawn, math.log(math.expm1(-math.log(_FADING))))
+        return jnp.full_like(drawn, math.log(math.expm1(-math.log(fading))))
     return drawn
 
 

@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from examples.train.data import Data, prepare
-from examples.train.model import PRESETS, config_of, core_steps, first_weights, flops_of, logits_of
+from examples.train.model import FADING, PRESETS, config_of, core_steps, first_weights, flops_of, logits_of
 from inferlib.checkpoint.save import save_model
 from inferlib.distillation.checkpoints import Checkpoints
 from inferlib.distillation.data import rows_of_step
@@ -40,7 +40,8 @@ HELD_OUT = 64  # rows that the curve's held-out loss is of
 @dataclass(frozen=True)
 class Settings:
     """What decides what is learned. steps: of the optimizer; 0: as many as `minutes` allow. batch: rows of a step, over
-    all devices. learning_rate: the highest one. dtype: of products; weights are float32."""
+    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. dtype: of products;
+    weights are float32."""
 
     preset: str = "b"
     seed: int = 0
@@ -52,6 +53,7 @@ class Settings:
     width: int = 512
     vocab: int = 4096
     injection: str = "diagonal"
+    fading: float = FADING
     dtype: str = "bfloat16"
 
     def __post_init__(self):
@@ -63,6 +65,10 @@ class Settings:
             raise ConfigurationError(f"a batch of {self.batch} does not divide over {jax.device_count()} devices")
         if self.injection != "diagonal" and core_steps(self.preset) == 1:
             raise ConfigurationError(f"preset {self.preset} repeats no layers, so it has no injection: leave it out")
+        if not 0 < self.fading < 1:
+            raise ConfigurationError(f"a state fades by a factor between 0 and 1, got {self.fading}")
+        if self.fading != FADING and (core_steps(self.preset) == 1 or self.injection == "add"):
+            raise ConfigurationError("only preset b with injection diagonal or linear has a state that fades")
         if not 0 < self.learning_rate < 1:
             raise ConfigurationError(f"the learning rate is between 0 and 1, got {self.learning_rate}")
 
@@ -140,7 +146,9 @@ class Run:
         return jax.device_put(rows, NamedSharding(self.mesh, PartitionSpec("data")))
 
     def first_state(self) -> dict[str, Any]:
-        weights = first_weights(abstract_model(config_from_hf(self.hf), "float32"), self.settings.seed)
+        weights = first_weights(
+            abstract_model(config_from_hf(self.hf), "float32"), self.settings.seed, self.settings.fading
+        )
         return self.everywhere({"weights": weights, "optimizer": self.optimizer.init(weights)})
 
     def batch(self, number: int) -> tuple[jax.Array, np.int32, np.float32]:
@@ -211,7 +219,7 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
     file, prepared = out / "training" / "settings.json", data or out.parent / "data"
     run = Run(settings, prepare(texts, prepared, settings.vocab, settings.length), out, **options)
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = {"fading": FADING} | json.loads(file.read_text(encoding="utf-8"))
         steps = before["steps"] if not settings.steps else settings.steps
         if before != asdict(settings) | {"steps": steps}:
             raise ConfigurationError(f"{out} has a run with other settings, {before}: give these, or another directory")
@@ -257,6 +265,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of tokens that runs share; by default beside out")
     parser.add_argument("--preset", choices=PRESETS, default="b")
     parser.add_argument("--injection", choices=("diagonal", "linear", "add"), default="diagonal", help="of preset b")
+    parser.add_argument("--fading", type=float, default=FADING, help="of the core's state at a step, at first")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products; float32 on CPUs")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=Settings.steps)

@@ -183,6 +183,8 @@ def test_a_loss_that_is_no_number_ends_the_run(texts, tmp_path, monkeypatch):
         ({"steps": 0}, "give --steps or --minutes"),
         ({"batch": 9}, "a batch of 9 does not divide over 8 devices"),
         ({"preset": "a", "injection": "add"}, "preset a repeats no layers"),
+        ({"fading": 1.0}, "between 0 and 1, got 1.0"),
+        ({"preset": "c", "fading": 0.7}, "only preset b"),
         ({"learning_rate": math.nan}, "between 0 and 1, got nan"),
     ],
 )
