@@ -165,7 +165,8 @@ def load_item(
     if axes.EXPERTS in weight.axes:
         places = layer_places(weight, shards, formats, stacked=False)
         return load_experts(source, item, places, advance)
-    one = replace(weight.of_layer, name="", block=None)
+    # Nothing that tells weights of one layout apart: they share a program.
+    one = replace(weight.of_layer, name="", block=None, part="", init="")
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
     carriers = tuple(split.get(name) for name in _tensor_axes(weight))
