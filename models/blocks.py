@@ -24,7 +24,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent, is_absent
 from inferlib.models.stream import Branch, Residual
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.matmul import Activations, choose, whole
+from inferlib.ops.matmul import Activations, as_array, choose
 from inferlib.sharding import axes
 
 Output = tuple[Residual, LayerCache, Load]
@@ -95,7 +95,7 @@ class Block(nnx.Module):
         """The feed-forward's branch. partials: leave it as split-K partial sums."""
         if not _overlaps_collective(self.mlp, "gate_up"):
             y = _gathered(y, ctx)
-            y = ctx.shards.gather_for_mlp(whole(y)) if ctx.shards.mlp_row_shards > 1 else y
+            y = ctx.shards.gather_for_mlp(as_array(y)) if ctx.shards.mlp_row_shards > 1 else y
         out, load = self.feed_forward(y, ctx, layer, partials=partials)
         return Branch(out, () if _overlaps_collective(self.mlp, "down") else (axes.MLP,), self.mlp_biases), load
 
@@ -104,7 +104,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Load]:
         """This device's partial sum, and the load of its experts."""
         if isinstance(self.mlp, Moe):
-            return self.mlp(whole(y), ctx, layer)
+            return self.mlp(as_array(y), ctx, layer)
         return self.mlp(y, ctx, partials=partials), None
 
     @property
@@ -206,7 +206,7 @@ class ParallelBlock(Block):
             y = _gathered(self.pre_attn_norm.read(residual, shards)[1], ctx)
             attn, cache = self.attn(y, ctx, cache)
         with jax.named_scope("mlp"):
-            mlp, load = self.feed_forward(shards.gather_for_mlp(whole(y)), ctx, layer)
+            mlp, load = self.feed_forward(shards.gather_for_mlp(as_array(y)), ctx, layer)
             biases = self.attn_biases + self.mlp_biases
             if shards.mlp_row_shards > 1:  # attention is whole
                 branch = Branch(attn + shards.sum_tokens(mlp, axes.MLP), (), biases)
@@ -241,9 +241,9 @@ class GeneralBlock(Block):
         out = branch.total(shards)
         out = self.post_attn_norm(out, shards) if spec.post_norm else out
         scales = spec.normed.attention if spec.normed else None
-        x = self.add(x, whole(y), out, scales)
+        x = self.add(x, as_array(y), out, scales)
         if spec.laurel:
-            x = (x + self.laurel(whole(y), ctx)) * jnp.asarray(2**-0.5, x.dtype)
+            x = (x + self.laurel(as_array(y), ctx)) * jnp.asarray(2**-0.5, x.dtype)
         return x, cache
 
     def after_mlp(
@@ -262,7 +262,8 @@ class GeneralBlock(Block):
             else:
                 y = self.pre_mlp_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
                 if isinstance(self.mlp, Moe) and self.mlp.spec.deferred:
-                    later, out, load = self.mlp.run_apart(shards.gather_for_mlp(whole(_gathered(y, ctx))), ctx, layer)
+                    tokens = shards.gather_for_mlp(as_array(_gathered(y, ctx)))
+                    later, out, load = self.mlp.run_apart(tokens, ctx, layer)
                     branch = Branch(out, (axes.MLP,), self.mlp_biases)
                 else:
                     branch, load = self.feed(y, ctx, layer)
@@ -270,7 +271,7 @@ class GeneralBlock(Block):
                     branch = replace(branch, partials=branch.partials + deferred)
                 out = branch.total(shards)
         out = self.post_mlp_norm(out, shards) if spec.post_norm else out
-        return self.add(x, whole(y), out, spec.normed.mlp if spec.normed else None), later, load
+        return self.add(x, as_array(y), out, spec.normed.mlp if spec.normed else None), later, load
 
     def add(self, x: jax.Array, y: jax.Array, out: jax.Array, scales: tuple[float, float] | None) -> jax.Array:
         """The residual with a branch's output added. scales: the factors of a `NormedResidual`, which adds to y, the
@@ -313,7 +314,7 @@ def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
 
 def _gathered(y: Activations, ctx: StepContext) -> Activations:
     """The activations of all tokens, where they are split."""
-    return ctx.shards.all_tokens(whole(y), ctx.tokens) if ctx.shards.splits_tokens else y
+    return ctx.shards.all_tokens(as_array(y), ctx.tokens) if ctx.shards.splits_tokens else y
 
 
 def _overlaps_collective(module: nnx.Module, name: str) -> bool:

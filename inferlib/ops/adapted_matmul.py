@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inferlib.ops.matmul import Activations, Weight, matmul, precision_of, whole
+from inferlib.ops.matmul import Activations, Weight, as_array, matmul, precision_of
 from inferlib.ops.read_whole import ReadWhole
 
 
@@ -53,7 +53,7 @@ def adapted_matmul(
     weight's own product.
     """
     y = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend)
-    y = y + change(whole(x), w, slots).astype(y.dtype)
+    y = y + change(as_array(x), w, slots).astype(y.dtype)
     return y if activation is None else activation(y[:, 0], y[:, 1])
 
 

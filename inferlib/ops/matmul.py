@@ -49,7 +49,7 @@ class FusableNorm:
     def dtype(self) -> jnp.dtype:
         return self.y.dtype
 
-    def whole(self) -> jax.Array:
+    def array(self) -> jax.Array:
         return self.y
 
 
@@ -57,9 +57,9 @@ Activations = jax.Array | FusableNorm | DeferredNorm
 Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight | FakeQuantizedWeight | LowRankWeight
 
 
-def whole(x: Activations) -> jax.Array:
+def as_array(x: Activations) -> jax.Array:
     """The activations themselves."""
-    return x.whole() if isinstance(x, FusableNorm | DeferredNorm) else x
+    return x.array() if isinstance(x, FusableNorm | DeferredNorm) else x
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def matmul(
     """
     product = Product(contract, activation, out_dtype or x.dtype, backend)
     if isinstance(w, QuantizedTensor | PackedTensor) and w.rotation:
-        x = rotated(whole(x), w.rotation)
+        x = rotated(as_array(x), w.rotation)
     if multiply := _PRODUCTS.get(type(w)):
         return multiply(x, w, product)
-    return product.activated(_dense(whole(x), cast(jax.Array, w), product, transposed))
+    return product.activated(_dense(as_array(x), cast(jax.Array, w), product, transposed))
 
 
 def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
@@ -178,21 +178,21 @@ def _row_limit(w: QuantizedTensor) -> int:
 
 
 def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
-    return product.activated(w.times(whole(x)))
+    return product.activated(w.times(as_array(x)))
 
 
 def _observed(x: Activations, w: ObservedWeight, product: Product) -> jax.Array:
-    w.record(whole(x))
-    return product.activated(_dense(whole(x), w.values, product, transposed=False))
+    w.record(as_array(x))
+    return product.activated(_dense(as_array(x), w.values, product, transposed=False))
 
 
 def _fake_quantized(x: Activations, w: FakeQuantizedWeight, product: Product) -> jax.Array:
-    return product.activated(_dense(w.inputs(whole(x)), w.values, product, transposed=False))
+    return product.activated(_dense(w.inputs(as_array(x)), w.values, product, transposed=False))
 
 
 def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
     """The sum of both branches; an activation comes after it."""
-    x, base = w.parted(whole(x))
+    x, base = w.parted(as_array(x))
     y = _PRODUCTS[type(base)](x, base, replace(product, activation=None))
     return product.activated(y + w.branch(x, product.out_dtype))
 
@@ -200,7 +200,7 @@ def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
     """The product by the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as
     fast."""
-    y, activation = whole(x), product.activation
+    y, activation = as_array(x), product.activation
     if w.round_inputs and not w.readable:
         x = y = to_mxfp8(y, MX_GROUP)
     if w.readable and y.shape[0] > MEMORY_BOUND_ROWS:
@@ -216,14 +216,14 @@ def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
 def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
     """The product by the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
     if w.round_inputs and w.grouped:
-        x = to_mxfp8(whole(x), w.shape[product.contract])
+        x = to_mxfp8(as_array(x), w.shape[product.contract])
     if eight_bits.rounds(w, x.shape[0]):
         summed = tuple(range(1, product.contract + 1)), tuple(range(product.contract))
-        return product.activated(eight_bits.product(whole(x), w.values, w.scales, summed, product.out_dtype))
-    x = x if isinstance(x, DeferredNorm) else whole(x)
+        return product.activated(eight_bits.product(as_array(x), w.values, w.scales, summed, product.out_dtype))
+    x = x if isinstance(x, DeferredNorm) else as_array(x)
 
     def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
-        return product.activated(_dequantized(whole(x), w, product.contract, product.out_dtype, product.backend))
+        return product.activated(_dequantized(as_array(x), w, product.contract, product.out_dtype, product.backend))
 
     choice = choose(w, x.shape[0], x.dtype, contract=product.contract, backend=product.backend)
     if choice.name == "xla":
@@ -247,7 +247,7 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
     values, scales = _arrays(w, product.contract)
-    groups, x = Sorted(jnp.full((1,), rows, jnp.int32)), whole(x).reshape(rows, -1)
+    groups, x = Sorted(jnp.full((1,), rows, jnp.int32)), as_array(x).reshape(rows, -1)
     y = grouped_matmul(x, values, scales, groups, parts=1, dtype=product.out_dtype, interpret=interpret)
     return product.activated(y.reshape(rows, *outer))
 

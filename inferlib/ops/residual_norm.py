@@ -35,7 +35,7 @@ class DeferredNorm:
     def dtype(self) -> jnp.dtype:
         return self.y.dtype
 
-    def whole(self) -> jax.Array:
+    def array(self) -> jax.Array:
         """The norm [T, D], of y's dtype."""
         factor = lax.rsqrt(jnp.sum(self.squares, axis=1, keepdims=True) / self.y.shape[1] + self.eps)
         return (self.y.astype(jnp.float32) * factor).astype(self.y.dtype)

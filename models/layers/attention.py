@@ -44,7 +44,7 @@ from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.kv_cache import KvCache, NewCells
-from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
+from inferlib.ops.matmul import Activations, as_array, choose, matmul_partials
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.ops.selected_pages import Selector
@@ -167,7 +167,7 @@ class Attention(nnx.Module):
         if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
             return ctx.shards.sum(ctx.matmul(x, w), axes.EMBED)
         if not isinstance(x, DeferredNorm):
-            return QkvPartials(matmul_partials(whole(x), w), x.dtype)
+            return QkvPartials(matmul_partials(as_array(x), w), x.dtype)
         return QkvPartials(matmul_partials(x.y, w), x.dtype, x.squares, inputs=x.shape[1], eps=x.eps)
 
     def attend_fused(
@@ -224,7 +224,7 @@ class Attention(nnx.Module):
         if spec.value_norm:
             v = rms_norm(v, jnp.ones(spec.cache_sizes[1:]), self.norm.eps)
         if spec.value_embedding is not None:
-            v = v + self.value_embedding(whole(x), ctx).astype(v.dtype)
+            v = v + self.value_embedding(as_array(x), ctx).astype(v.dtype)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         return q, (finish(k, "k", ctx), v)
 

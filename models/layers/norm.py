@@ -56,7 +56,7 @@ class Norm(nnx.Module):
             residual.x, residual.pending, self.weight[...], self.spec.eps, mailboxes=residual.mailboxes
         )
         if isinstance(y, DeferredNorm) and not defer:
-            y = y.whole()
+            y = y.array()
         return replace(residual, x=x, pending=None, mailboxes=mailboxes), y
 
     def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> Activations:

@@ -46,7 +46,7 @@ def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
     branch = jnp.sum(partials, axis=0).astype(jnp.bfloat16)
     np.testing.assert_allclose(np.float32(x), np.float32(branch + residual), rtol=2.0**-7)
     assert x.dtype == y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float64(y.whole()), norm_of(x, weight), rtol=2.0**-7)
+    np.testing.assert_allclose(np.float64(y.array()), norm_of(x, weight), rtol=2.0**-7)
     np.testing.assert_allclose(y.squares.sum(1), np.sum(np.float64(x) ** 2, axis=1), rtol=1e-6)
 
 
@@ -57,7 +57,7 @@ def test_a_row_does_not_touch_another():
     @jax.jit
     def run(residual):
         x, y, _ = residual_norm(residual, jnp.zeros((3, 2, 320)), jnp.ones(320, jnp.bfloat16), 0.0)
-        return x, y.whole()
+        return x, y.array()
 
     x, y = map(np.float32, run(residual))
     np.testing.assert_array_equal(y[0], np.ones(320))
@@ -117,7 +117,7 @@ def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     rounds = replace(quantised, round_inputs=True)
     shifted = replace(quantized(dense.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
     for w in (dense, rounds, shifted):
-        got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.whole()))
+        got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.array()))
         # XLA rounds one of the whole norms and not the other, from where e4m3 may go to another neighbour.
         assert np.linalg.norm(got - want) < (0.05 if w is rounds else 0.01) * np.linalg.norm(want)
 

@@ -269,7 +269,7 @@ def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
         out, cells = Attention.attend_fused(layer, Attention.project_partially(layer, x, ctx), cache, ctx)
         return out, *cells.arrays
 
-    whole = matmul(x.whole() if normed else x, w)
+    whole = matmul(x.array() if normed else x, w)
     want = qkv_attention(whole, *cache.arrays, ctx.batch.decode_lengths, {}, scale=spec.scale, limit=16)
     assert ({"row_matmul", "summed"} & kernels_in(step, x, w) == {"row_matmul"}) == bool(kernels)
     for got, expected in zip(jax.jit(step)(x, w), want, strict=True):
