@@ -20,6 +20,7 @@ from inferlib.locks import locked
 from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
 from inferlib.option_checks import check_dtype, check_flag, checked_output, checked_path
+from inferlib.platforms import prepare_jax
 from inferlib.progress import ByteProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
@@ -54,6 +55,7 @@ def convert(
     `out` appears once everything is written. Raises CheckpointError, ConfigError, ShardingError or ValueError before
     anything is written, and OSError if the writing fails, which leaves nothing behind.
     """
+    prepare_jax()
     check_dtype(dtype)
     check_flag("progress", progress, optional=True)
     out = checked_output("out", out)

@@ -15,6 +15,7 @@ from inferlib.conversion import output_directory
 from inferlib.model_files import CALIBRATION, ModelFiles
 from inferlib.models.families import family_of
 from inferlib.option_checks import check_flag, checked_output
+from inferlib.platforms import prepare_jax
 from inferlib.progress import CountProgress, on_terminal
 
 
@@ -28,6 +29,7 @@ def export(model: str | Path, out: str | Path, *, progress: bool | None = None) 
     `out` appears once everything is written. Raises CheckpointError or ConfigurationError before anything is written,
     and OSError if the writing fails, which leaves nothing behind.
     """
+    prepare_jax()
     check_flag("progress", progress, optional=True)
     out, files = checked_output("out", out), ModelFiles.open(model)
     source = files.source

@@ -21,9 +21,11 @@ from inferlib.calibration.report import CalibrationReport
 from inferlib.calibration.store import ROTATIONS, opened
 from inferlib.checkpoint.laid_out import write_manifest
 from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ConfigError
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, checked_output
+from inferlib.platforms import prepare_jax
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
 
@@ -58,6 +60,7 @@ def calibrate(
     or ConfigurationError before anything is written; OSError if `out` exists or the writing fails.
     """
     started = time.monotonic()
+    prepare_jax()
     check_dtype(dtype)
     check_flag("progress", progress, optional=True)
     out, show = checked_output("out", out), on_terminal() if progress is None else progress
@@ -86,11 +89,15 @@ def calibrate(
         files.save_description(store.partial)
         (store.partial / "config.json").write_text(job.config_json, encoding="utf-8")
         write_manifest(store.partial, dict(job.hf), job.target, job.quantization)
-    quantized = [weight for weight in job.target.weights if weight.scheme]
-    bits = 8 * sum(a.nbytes for w in quantized for a in w.arrays) / sum(int(np.prod(w.shape)) for w in quantized)
-    seconds = time.monotonic() - started
+    bits, seconds = _bits(job.target), time.monotonic() - started
     losses = learned and (learned.before, learned.after)
     return CalibrationReport(out, method, scheme, bits, job.target.nbytes, windows.size, seconds, store.reports, losses)
+
+
+def _bits(target: AbstractModel) -> float:
+    """Bits of a number of the quantised matrices."""
+    quantized = [weight for weight in target.weights if weight.scheme]
+    return 8 * sum(a.nbytes for w in quantized for a in w.arrays) / sum(int(np.prod(w.shape)) for w in quantized)
 
 
 def _learning(job: Job, window: int) -> Learning | None:

@@ -22,6 +22,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.ffn_fusion import KEY, fused_config, fused_layers, fused_weights
 from inferlib.option_checks import ConfigurationError, check_dtype, check_flag, checked_output
+from inferlib.platforms import prepare_jax
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.tables import Part, Tables
 from inferlib.texts import TextSample
@@ -73,6 +74,7 @@ def fuse_feed_forwards(
     residuals. Raises CheckpointError, ConfigError or ConfigurationError before anything is written, and OSError if the
     writing fails.
     """
+    prepare_jax()
     check_dtype(dtype)
     check_flag("progress", progress, optional=True)
     out, show = checked_output("out", out), on_terminal() if progress is None else progress

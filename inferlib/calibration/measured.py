@@ -16,6 +16,7 @@ from inferlib.checkpoint.laid_out import stored_model
 from inferlib.checkpoint.layer_arrays import LayerArrays
 from inferlib.model_files import ModelFiles
 from inferlib.option_checks import ConfigurationError, check_flag, checked_output
+from inferlib.platforms import prepare_jax
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.texts import TextSample
 
@@ -55,6 +56,7 @@ class Measurement:
     ) -> Path:
         """Measure a model on a text; returns the file. Raises CheckpointError, ConfigError or ConfigurationError before
         long work, also if the file cannot be written, and OSError for a full disk."""
+        prepare_jax()
         check_flag("progress", progress, optional=True)
         show = on_terminal() if progress is None else progress
         data = data if isinstance(data, TextSample) else TextSample(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -50,6 +51,33 @@ def test_only_an_absent_tpu_is_left_out(installed, chips, chosen, expected, monk
     monkeypatch.setattr(platforms, "has_tpu", lambda: chips)
     platforms.leave_out_absent_tpu()
     assert config.jax_platforms == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "arguments"),
+    [
+        ("calibration.calibrate", "calibrate", ["model", "out"]),
+        ("calibration.measured", "calibration.key_bases.measure_key_bases", ["model"]),
+        ("calibration.measured", "calibration.key_turns.calibrate_cache", ["model"]),
+        ("calibration.fuse", "fuse_feed_forwards", ["model", "out"]),
+        ("conversion", "convert", ["model", "out"]),
+        ("exporting", "export", ["model", "out"]),
+    ],
+)
+def test_functions_that_compute_prepare_jax(module, function, arguments, monkeypatch):
+    """Before anything else, so that libtpu, which is there to compile with, does not start."""
+
+    class Prepared(Exception):
+        pass
+
+    def prepared():
+        raise Prepared
+
+    monkeypatch.setattr(f"inferlib.{module}.prepare_jax", prepared)
+    place, _, name = f"{'' if '.' in function else module + '.'}{function}".rpartition(".")
+    run = getattr(importlib.import_module(f"inferlib.{place}"), name)
+    with pytest.raises(Prepared):
+        run(*arguments, **{} if module in ("conversion", "exporting") else {"data": ["text"]})
 
 
 @pytest.mark.parametrize(
