@@ -49,9 +49,12 @@ def _attend_prefixes(
     (rows, kv_heads, group, size), page = q.shape, cache.k.shape[-2]
     shared = prefixes.shared.cut(max(1, MOST_STACKED // group), rows)
     of_tiles = of_one_layer(replace(cache, pages=shared.tables(prefixes.pages)))
+    width = shared.members.shape[1]
+    # The more tiles, the fewer shares may a tile have; but those that were cut are often empty behind their first part.
+    launch = STACKED._replace(resident=STACKED.resident * (prefixes.shared.members.shape[1] // width))
     outs, lses = attend_shares(
-        shared.stacked(q), of_tiles, shared.pages * page, options, interpret=interpret, launch=STACKED
+        shared.stacked(q), of_tiles, shared.pages * page, options, interpret=interpret, launch=launch
     )
-    width, splits = shared.members.shape[1], outs.shape[0]
+    splits = outs.shape[0]
     strides = Strides(kv_heads * width * group, width * group, group, 1)
     return PrefixShares(outs.reshape(splits, -1, size), lses.reshape(splits, -1), width, strides, strides)

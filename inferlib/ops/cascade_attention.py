@@ -1,10 +1,10 @@
 """Decode attention of rows that share the pages of a prefix, which are read once for all of them.
 
 The queries of the rows that share a prefix are stacked as if they were heads of one row, which ends where the prefix
-does. What a row has behind the prefix is attended to as if its cache began there. Both results merge by their
-log-sum-exps. Nothing in a cell depends on where it lies, so the kernels of decode attention do it all. (Zhu et al.
-2024, "RelayAttention", https://arxiv.org/abs/2402.14808; Ye et al. 2024, "ChunkAttention",
-https://arxiv.org/abs/2402.15220; called cascade attention in FlashInfer and vLLM.)
+does; or, on Hopper GPUs, as if they were tokens of a chunk. What a row has behind the prefix is attended to as if its
+cache began there. Both results merge by their log-sum-exps. Nothing in a cell depends on where it lies, so the kernels
+of attention do it all. (Zhu et al. 2024, "RelayAttention", https://arxiv.org/abs/2402.14808; Ye et al. 2024,
+"ChunkAttention", https://arxiv.org/abs/2402.15220; called cascade attention in FlashInfer and vLLM.)
 """
 
 from __future__ import annotations
