@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
 from inferlib.ops.attention import masked_attention
@@ -18,6 +19,7 @@ from inferlib.pallas_kernels import cascade_attention_gpu, cascade_attention_hop
 from inferlib.pallas_kernels.decode_attention_gpu import attend_shares
 from inferlib.pallas_kernels.merge_prefixes_gpu import Prefixes, merge_prefixes
 from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper
+from inferlib.programs.arguments import prefix_shape
 
 PAGE, COLUMNS, ROWS, SIZE = 16, 6, 5, 16
 LENGTHS = [40, 33, 50, 0, 90]  # the second has one position behind the shared pages, the fourth is inactive
@@ -129,6 +131,29 @@ def test_prefixes_are_dealt_whole(blocks, chunks):
     assert sorted(blocks_of) == [(t, b) for t, count in enumerate(blocks) for b in range(count)]
     used = sum(count > 0 for count in blocks)
     assert (last - first + 1).max() <= 128 * -(-sum(blocks) // (chunks - max(used, 1) + 1))
+
+
+def test_hopper_lowers_anywhere(monkeypatch):
+    """Sixty-four rows of Llama 3 8B in the tiles that GPUs get, for a GPU that is not there."""
+    monkeypatch.setattr(cascade_attention_hopper_gpu.prefill, "is_hopper", lambda: True)
+    rows, (tiles, width) = 64, prefix_shape(64, "gpu")
+    shape = jax.ShapeDtypeStruct
+    cells, table = shape((40, 8, 128, 128), jnp.bfloat16), shape((rows, 64), jnp.int32)
+    shared = SharedPrefixes(shape((tiles, width - 1), jnp.int32), shape((tiles,), jnp.int32))
+    prefixes = Prefixes(shared, table, shape((rows,), jnp.int32))
+    of_rows = shape((rows, 8, 4, 128), jnp.bfloat16), KvCache(cells, cells, pages=table), prefixes
+    options = AttentionOptions(0.1)
+
+    @jax.jit
+    def run(*x):
+        assert cascade_attention_hopper_gpu.unsupported(*x, options) is None
+        return cascade_attention_hopper_gpu.attend_prefixes(*x, options)[:2]
+
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = run.trace(*of_rows).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+    assert [x.shape for x in lowered.out_info] == [(16, 32 * 32, 128), (16, 32 * 32)]  # 128 programs of 8 KV heads
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs Hopper GPUs")
