@@ -120,7 +120,7 @@ def test_it_is_the_model_of_the_other_format(model, tmp_path):
     [
         ("llama", "mxfp4", "gptq", "int4, int8, int8_a8, fp8 and fp8_a8"),
         ("llama", "int4", "gptq+lowrank:4", "without lowrank"),
-        ("llama", "int8", "hadamard+gptq", "hadamard:merged instead of hadamard"),
+        ("llama", "int8", "hadamard+gptq", "hadamard:merged or spinquant:merged instead of hadamard"),
         ("gpt_oss", "int8", "nearest", "has all experts of a layer"),
     ],
 )
