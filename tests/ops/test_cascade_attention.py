@@ -113,7 +113,7 @@ def test_rows_as_tokens_of_chunks(monkeypatch):
         behind = replace(cache, pages=jnp.take_along_axis(cache.pages, columns, axis=1))
         rest = attend_shares(q, behind, lengths - pages * PAGE, options, interpret=True)
         prefixes = Prefixes(shared, cache.pages, places)
-        shares = cascade_attention_hopper_gpu.attend_prefixes(q, cache, prefixes, options)
+        shares = cascade_attention_hopper_gpu.attend_prefixes(q, behind, prefixes, options)
         return merge_prefixes(rest, shares, places, q.dtype, True)
 
     for a, b in zip(cascade(it.q, cache, it.lengths), want[:2], strict=True):
