@@ -177,10 +177,14 @@ class SharedPrefixes(NamedTuple):
 
     def cut(self, most: int, rows: int) -> SharedPrefixes:
         """The prefixes of `rows` rows in tiles of at most `most`; a tile without rows has no page."""
-        width = self.members.shape[1]
-        part = math.gcd(width, 1 << (most.bit_length() - 1))
-        members = self.members.reshape(-1, part)
-        return SharedPrefixes(members, jnp.where(members[:, 0] < rows, jnp.repeat(self.pages, width // part), 0))
+        width = self.cut_width(most)
+        members = self.members.reshape(-1, width)
+        pages = jnp.repeat(self.pages, self.members.shape[1] // width)
+        return SharedPrefixes(members, jnp.where(members[:, 0] < rows, pages, 0))
+
+    def cut_width(self, most: int) -> int:
+        """Rows of a tile that is cut to at most `most`. The arrays may be shapes."""
+        return math.gcd(self.members.shape[1], 1 << (most.bit_length() - 1))
 
     def tables(self, pages: jax.Array) -> jax.Array:
         """The page tables [T, M] of the tiles' prefixes, from those of the B rows."""

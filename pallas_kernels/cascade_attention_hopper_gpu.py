@@ -23,15 +23,15 @@ def unsupported(q: jax.Array, cache: KvCache, prefixes: Prefixes, options: Atten
     """Why the kernel does not run the rows' queries [B, K, G, h]; None: it does."""
     if not prefill.is_hopper():
         return "GPUs that are not Hopper"
-    return prefill.unsupported(_chunks(q, cache, _tiles(q, prefixes.shared)), cache, options)
+    return prefill.unsupported(_chunks(q, cache, prefixes.shared), cache, options)
 
 
 def attend_prefixes(q: jax.Array, cache: KvCache, prefixes: Prefixes, options: AttentionOptions) -> PrefixShares:
     """Attention of the rows' queries q [B, K, G, h] to their prefixes, in a share for each chunk."""
     rows, kv_heads, group, size = q.shape
-    members, pages = shared = _tiles(q, prefixes.shared)
-    queries = _chunks(q, cache, shared)
+    queries = _chunks(q, cache, prefixes.shared)
     chunks, width, *_ = queries.shape
+    members, pages = prefixes.shared.cut(width, rows)
     tiles, first, last = dealt(pages * (cache.k.shape[-2] // prefill.KEYS), chunks)
     of_chunks = jnp.minimum(members.at[tiles].get(mode="clip"), rows - 1)
     k, v, tables = pages_of(replace(cache, pages=prefixes.pages), of_chunks[:, 0])
@@ -70,15 +70,10 @@ def dealt(blocks: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return tiles.astype(jnp.int32), first.astype(jnp.int32), last.astype(jnp.int32)
 
 
-def _tiles(q: jax.Array, shared: SharedPrefixes) -> SharedPrefixes:
-    """Tiles whose queries of a KV head fill a program, if they have as many rows."""
-    rows, _, group, _ = q.shape
-    return shared.cut(max(prefill.GROUPS * prefill.ROWS // group, 1), rows)
-
-
 def _chunks(q: Shaped, cache: KvCache, shared: SharedPrefixes) -> jax.ShapeDtypeStruct:
-    """The queries of the chunks, [W, m, K, G, h]: W as large as keeps a GPU busy, and at least the number of tiles."""
-    tiles, width = shared.members.shape
+    """The queries of the chunks, [W, m, K, G, h]: m rows fill a program with their queries of a KV head, or are all
+    that a tile has; W is as large as keeps a GPU busy, and at least the number of tiles. Arrays may be shapes."""
+    width = shared.cut_width(max(prefill.GROUPS * prefill.ROWS // q.shape[2], 1))
     one = prefill.Shape.of(jax.ShapeDtypeStruct((1, width, *q.shape[1:]), q.dtype), cache, splits=1)
-    chunks = max(prefill.PROGRAMS // (one.kv_heads * one.shares * one.parts), tiles)
+    chunks = max(prefill.PROGRAMS // (one.kv_heads * one.shares * one.parts), shared.members.size // width)
     return jax.ShapeDtypeStruct((chunks, width, *q.shape[1:]), q.dtype)

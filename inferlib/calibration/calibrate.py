@@ -102,13 +102,13 @@ def _bits(target: AbstractModel) -> float:
 
 def _learning(job: Job, window: int) -> Learning | None:
     """What learns the rotations of a job; None: they are not learned. Raises ConfigurationError if that cannot be."""
-    if job.recipe.rotate != "spinquant":
+    if job.rotations is None or job.recipe.rotate != "spinquant":
         return None
     if find_spec("optax") is None:
         raise ConfigurationError("spinquant takes optax: pip install 'inferlib[distill]'")
     from inferlib.calibration.spinquant import Learning  # which imports optax
 
-    learning = Learning(job.original, job.target, job.recipe.steps)
+    learning = Learning(job.original, job.target, job.rotations, job.recipe.steps)
     learning.check(window)
     return learning
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from inferlib.calibration.cayley import cayley_sgd
 from inferlib.calibration.compiled import compiled
 from inferlib.calibration.layer_weights import Weights, layer_parts, specs_of
 from inferlib.calibration.rotation import Rotations, rotate_ahead, rotate_layer, rotate_outside
+from inferlib.checkpoint.npz import write_npz
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.distillation.data import rows_of_step
 from inferlib.distillation.loop import product_dtype
@@ -53,10 +53,7 @@ class Learned:
         """Write the file, whole or not at all. Raises OSError."""
         arrays: dict[str, Any] = {"residual": self.rotations.residual, "loss": [self.before, self.after]}
         arrays |= {f"values.{layer}": turn for layer, turn in self.rotations.values.items()}
-        partial = file.with_name(f"{file.name}.new")
-        with partial.open("wb") as stream:
-            np.savez(stream, **arrays)
-        partial.replace(file)
+        write_npz(file, arrays)
 
     @staticmethod
     def load(file: Path) -> Learned:
@@ -74,10 +71,11 @@ class Learned:
 @dataclass(frozen=True, eq=False)
 class Learning:
     """What learns a model's rotations. original, target: the model with float32 weights, and as it will be stored.
-    steps: of the optimizer."""
+    first: Hadamard's rotations, from which learning starts. steps: of the optimizer."""
 
     original: AbstractModel
     target: AbstractModel
+    first: Rotations
     steps: int
 
     def check(self, window: int) -> None:
@@ -89,12 +87,6 @@ class Learning:
                 f"spinquant learns by gradients, and {self.original.config.family} has experts or other layers whose "
                 "loops have none: take hadamard"
             )
-
-    @cached_property
-    def first(self) -> Rotations:
-        """Hadamard's rotations, from which learning starts."""
-        layers = range(len(self.original.config.layers))
-        return Rotations.hadamard([layer_parts(self.original, layer) for layer in layers])
 
     def learned(self, file: Path, load: Callable[[int | None], Weights], windows: np.ndarray, *, show: bool) -> Learned:
         """The rotations of a file; if there is none, those that are learned now, and written to it. load: the weights

@@ -6,10 +6,10 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from inferlib.checkpoint.npz import write_npz
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models import key_bases, key_turns
 
@@ -49,11 +49,7 @@ class LayerArrays:
     def write(self, model: Path, of_layers: Mapping[int, np.ndarray]) -> Path:
         """Write an array of each layer, as float32, whole or not at all; returns the file's path. Raises OSError."""
         path = self.path_of(model)
-        partial = path.with_name(f"{path.name}.partial")
-        with open(partial, "wb") as file:
-            arrays: Any = {str(layer): np.asarray(array, np.float32) for layer, array in of_layers.items()}
-            np.savez(file, **arrays)
-        partial.replace(path)
+        write_npz(path, {str(layer): np.asarray(array, np.float32) for layer, array in of_layers.items()})
         return path
 
 

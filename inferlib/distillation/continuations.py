@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from inferlib.llm import LLM
+from inferlib.distillation.generation import generate_once
 from inferlib.sampling.params import SamplingParams
 
 
@@ -21,14 +19,7 @@ def continue_rows(
     begin: how many tokens of each row stay. The model is loaded for this alone.
     """
     length = rows.shape[1]
-    # What trains afterwards needs memory too.
-    memory = None if jax.default_backend() == "cpu" else 0.3
-    llm = LLM(model, dtype=dtype, max_len=length, cache_memory=memory, progress=progress, generation_config="none")
-    try:
-        prompts = [row[:count].tolist() for row, count in zip(rows, begin, strict=True)]
-        params = [SamplingParams(temperature=0.0, max_tokens=length - int(count)) for count in begin]
-        outputs = llm.generate(prompts, params)
-        return [np.asarray([*p, *o.outputs[0].token_ids], np.int32) for p, o in zip(prompts, outputs, strict=True)]
-    finally:
-        del llm
-        gc.collect()
+    prompts = [row[:count].tolist() for row, count in zip(rows, begin, strict=True)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length - int(count)) for count in begin]
+    outputs = generate_once(model, prompts, params, length=length, dtype=dtype, progress=progress)
+    return [np.asarray([*p, *o.outputs[0].token_ids], np.int32) for p, o in zip(prompts, outputs, strict=True)]

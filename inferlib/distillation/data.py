@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inferlib.checkpoint.npz import write_npz
 from inferlib.distillation.continuations import continue_rows
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of, tokens_of
@@ -34,9 +35,7 @@ class Data:
     begin: int
 
     def save(self, file: Path) -> None:
-        partial = file.with_name("partial.npz")
-        np.savez(partial, **vars(self))
-        partial.replace(file)
+        write_npz(file, vars(self))
 
     @staticmethod
     def load(file: Path) -> Data:

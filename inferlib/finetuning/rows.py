@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inferlib.checkpoint.npz import write_npz
 from inferlib.distillation.texts import read_texts, rows_of, tokens_of
 from inferlib.option_checks import ConfigurationError
 from inferlib.tokenizer import Tokenizer
@@ -48,6 +49,4 @@ class Rows:
         return Rows(np.concatenate([self.training, training]), self.testing)
 
     def save(self, folder: Path) -> None:
-        partial = folder / "partial.npz"
-        np.savez(partial, training=self.training, testing=self.testing)
-        partial.replace(folder / "rows.npz")
+        write_npz(folder / "rows.npz", vars(self))

@@ -17,7 +17,7 @@ from inferlib.sampling.sampler import Sampled
 
 # Rows of a tile of those that share a prefix. 32 rows of four heads for each KV head fill a program on Hopper GPUs.
 _TILE_ROWS = {"gpu": 32}
-_FEWEST_TILE_ROWS = 16
+_OTHER_TILE_ROWS = 16
 LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
 
 
@@ -85,7 +85,7 @@ class ChunkInput(NamedTuple):
 
 def prefix_shape(rows: int, platform: str) -> tuple[int, int]:
     """The shape [T, 1 + m] of packed prefixes: T tiles of m rows each, for a program of `rows` rows on a replica."""
-    return max(2, rows // 8), 1 + min(1 << (rows - 1).bit_length(), _TILE_ROWS.get(platform, _FEWEST_TILE_ROWS))
+    return max(2, rows // 8), 1 + min(1 << (rows - 1).bit_length(), _TILE_ROWS.get(platform, _OTHER_TILE_ROWS))
 
 
 def unpack_prefixes(packed: jax.Array) -> SharedPrefixes:

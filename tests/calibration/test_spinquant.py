@@ -135,7 +135,7 @@ def test_a_damaged_file_of_rotations_is_named(tmp_path):
 def test_experts_are_refused(tmp_path):
     job = job_of(make_checkpoint(tmp_path, "mixtral", **_TWO), "spinquant+gptq", "int4")
     with pytest.raises(ConfigurationError, match=r"spinquant learns by gradients.*take hadamard"):
-        Learning(job.original, job.target, 1).check(32)
+        Learning(job.original, job.target, job.rotations, 1).check(32)
 
 
 def test_a_residual_that_cannot_be_rotated_is_refused_by_the_name_of_the_method(tmp_path):

@@ -156,6 +156,7 @@ def test_hopper_lowers_anywhere(monkeypatch):
     assert [x.shape for x in lowered.out_info] == [(16, 32 * 32, 128), (16, 32 * 32)]  # 128 programs of 8 KV heads
 
 
+# The numbers of the kernel itself, which only such a GPU computes. What surrounds it is tested above, everywhere.
 @pytest.mark.skipif(not is_hopper(), reason="needs Hopper GPUs")
 @pytest.mark.parametrize("shared", [[61, 61, 0], [3, 8, 0], [9, 0, 40]])
 def test_hopper_equals_rows_alone(shared):
