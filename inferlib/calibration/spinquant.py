@@ -82,10 +82,10 @@ class Learning:
         """Raise ConfigurationError for a model whose layers have no gradients in windows of so many tokens."""
         shapes: Any = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self.original.specs]
         tokens = jax.ShapeDtypeStruct((1, window), jnp.int32)
-        if not has_gradients(self.original.config, self.loss, self.first, shapes, tokens):
+        if not has_gradients(self.loss, self.first, shapes, tokens):
             raise ConfigurationError(
-                f"spinquant learns by gradients, and {self.original.config.family} has experts or other layers whose "
-                "loops have none: take hadamard"
+                f"spinquant learns by gradients, and {self.original.config.family} has layers without gradients, loops "
+                "that run as often as the device says: take hadamard"
             )
 
     def learned(self, file: Path, load: Callable[[int | None], Weights], windows: np.ndarray, *, show: bool) -> Learned:

@@ -70,8 +70,8 @@ def finetune(
     original, or another model of the same tokens; None: the texts teach. dtype: of products, "float32" or "bfloat16";
     by default float32 on CPUs, else bfloat16. Weights are trained in float32.
 
-    Raises ConfigurationError, CheckpointError or ConfigError before any work on the devices, also for layers that have
-    no gradients: experts, and recurrent layers that loop over their chunks.
+    Raises ConfigurationError, CheckpointError or ConfigError before any work on the devices, also for layers of a
+    registered family that have no gradients.
     """
     run = open_run(model, texts, out, settings, teacher=teacher, dtype=dtype, progress=progress)
     return run.complete()
@@ -296,8 +296,8 @@ class Run:
         structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in teacher]
         tokens = jax.ShapeDtypeStruct((1, self.settings.length), jnp.int32)
         trained, scales = jax.eval_shape(lambda arrays: begin(self.weights.stored, arrays), stored)
-        if not has_gradients(self.files.config, self.loss, trained, scales, structs, tokens):
+        if not has_gradients(self.loss, trained, scales, structs, tokens):
             raise ConfigurationError(
-                f"{self.files.config.family} has experts or recurrent layers, whose loops have no gradients: inferlib "
-                "quantize --method gptq rounds such models as well as it can"
+                f"{self.files.config.family} has layers without gradients, loops that run as often as the device says: "
+                "inferlib quantize --method gptq rounds such models as well as it can"
             )

@@ -11,15 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from inferlib.cache.plan import plan_cache
 from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
-from inferlib.models.config import AttentionSpec, ModelConfig
+from inferlib.models.config import AttentionSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.moe import Experts
+from inferlib.ops.grouped_gradients import grouped_matmul_with_gradients
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def row_kernel(dtype: jax.typing.DTypeLike) -> str:
 def hidden_states(model: AbstractModel, weights: Sequence[Any], tokens: jax.Array) -> tuple[Decoder, jax.Array]:
     """The decoder, and its last hidden states [B, T, D] of rows of tokens [B, T]. Traceable.
 
-    On GPUs, layers of causal attention take cuDNN's kernel. Others write a cache and read it.
+    On GPUs, layers of causal attention take cuDNN's kernel. Others write a cache and read it. Experts have gradients.
     """
     (rows, length), decoder = tokens.shape, model.merge(weights)
     page = PoolSize(page=1 << (length - 1).bit_length())  # each row is one page
@@ -60,17 +63,16 @@ def hidden_states(model: AbstractModel, weights: Sequence[Any], tokens: jax.Arra
     cache = plan.view([jnp.zeros(array.shape, array.dtype) for array in plan.arrays])
     if (kernel := row_kernel(model.dtype)) == "cudnn":
         take_row_attention(decoder, rows, kernel)
+    take_gradients_of_experts(decoder)
     places = jnp.arange(rows, dtype=jnp.int32)
     batch = StepBatch.of_chunks(tokens, places, jnp.zeros_like(places))
     ran = decoder(StepContext(batch, model.config, plan.max_len), cache)
     return decoder, ran.hidden.reshape(rows, length, -1)
 
 
-def has_gradients(config: ModelConfig, loss: Callable[..., jax.Array], *shapes: Any) -> bool:
-    """Whether a loss of a model's rows has gradients by its first argument: loops over experts, and over the chunks of
-    recurrent layers, have none. shapes: of its arguments."""
-    if config.mixtures:
-        return False
+def has_gradients(loss: Callable[..., jax.Array], *shapes: Any) -> bool:
+    """Whether a loss of a model's rows has gradients by its first argument: loops that run as often as the device says
+    have none. shapes: of its arguments."""
     try:
         jax.eval_shape(jax.grad(loss), *shapes)
     except ValueError as error:
@@ -78,6 +80,13 @@ def has_gradients(config: ModelConfig, loss: Callable[..., jax.Array], *shapes: 
             raise
         return False
     return True
+
+
+def take_gradients_of_experts(decoder: Decoder) -> None:
+    """Let experts multiply by products that have gradients."""
+    for _, module in nnx.iter_modules(decoder):
+        if isinstance(module, Experts):
+            module.multiply = grouped_matmul_with_gradients
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

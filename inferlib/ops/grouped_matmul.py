@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -249,14 +249,8 @@ def _by_tiles(
     counted: always run the largest number of products, on devices whose loops wait for the host to check a condition.
     """
     total, (_, parts, *_, outer) = x.shape[0] if rows is None else rows.size, w.shape
-    height = min(most, _TILE, total)
-    tiles = -(-sizes // height)  # tiles of each group
-    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
-    count = min(total, sizes.size) + total // height  # the most tiles there can be
-    number = jnp.minimum(jnp.arange(count, dtype=jnp.int32), ends[-1] - 1)  # surplus tiles repeat the last
-    group = _group_of(number, tiles)
-    start = starts[group] + (number - (ends - tiles)[group]) * height
-    at = jnp.minimum(start, total - height)
+    tiles = tiles_of(sizes, total, min(most, _TILE, total))
+    group, start, at, height = tiles.group, tiles.start, tiles.at, tiles.height
     w = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), w)
 
     def product(i: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -278,8 +272,35 @@ def _by_tiles(
     outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
     read = sizes.size * (1 - (1 - 1 / sizes.size) ** total)  # groups with rows, if all are equally likely
     with expected_trips(read * math.ceil(total / sizes.size / height)):
-        outs = lax.fori_loop(0, count if counted else ends[-1], product, outs)
+        outs = lax.fori_loop(0, tiles.most if counted else tiles.used, product, outs)
     return jnp.stack(outs, axis=1)
+
+
+class Tiles(NamedTuple):
+    """Tiles of `height` rows, each of one group, that cover all rows which are sorted by group.
+
+    used: how many there are, int32; most: how many there can be. group, start, at [most] int32: the group of each, its
+    first row, and the row from which `height` rows are read, which is less where rows end. Surplus tiles repeat the
+    last.
+    """
+
+    height: int
+    most: int
+    used: jax.Array
+    group: jax.Array
+    start: jax.Array
+    at: jax.Array
+
+
+def tiles_of(sizes: jax.Array, total: int, height: int) -> Tiles:
+    """The tiles of `total` rows, of which groups have sizes [E]."""
+    tiles = -(-sizes // height)  # tiles of each group
+    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    count = min(total, sizes.size) + total // height
+    number = jnp.minimum(jnp.arange(count, dtype=jnp.int32), ends[-1] - 1)
+    group = _group_of(number, tiles)
+    start = starts[group] + (number - (ends - tiles)[group]) * height
+    return Tiles(height, count, ends[-1], group, start, jnp.minimum(start, total - height))
 
 
 def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -159,7 +159,12 @@ class Pairs(NamedTuple):
 
 class Experts(nnx.Module):
     """The feed-forwards of this device's experts. Gate and up are one weight, which has one half if there is no gate. E
-    and F are as laid out."""
+    and F are as laid out.
+
+    multiply: the product of rows sorted by expert, which training replaces by one with gradients.
+    """
+
+    multiply: Callable[..., jax.Array] = staticmethod(grouped_matmul)
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec = spec
@@ -245,7 +250,7 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         """Rows [M] of x [T, *D] through their experts, in the order of the experts -> [M, D]."""
         sizes, backend = order.sizes, ctx.backend.grouped_matmul
-        product = partial(grouped_matmul, sizes=sizes, most=min(x.shape[0], rows.size), layer=layer, backend=backend)
+        product = partial(self.multiply, sizes=sizes, most=min(x.shape[0], rows.size), layer=layer, backend=backend)
         ids = jnp.minimum(order.ids, sizes.size - 1)
         gathered = None if x.ndim > 2 else rows
         if x.ndim > 2:  # x has the exchange's layout; only the rows that are used are laid out anew

@@ -19,6 +19,7 @@ from inferlib.calibration.store import ROTATIONS
 from inferlib.checkpoint.laid_out import read_layer
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.model_files import ModelFiles
+from inferlib.ops.grouped_matmul import grouped_matmul
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.calibration import job_of, logits_of
 from tests.helpers.cli_model import Commands, make_model
@@ -63,8 +64,10 @@ def divergence(model, out, windows: np.ndarray) -> float:
     return float(np.mean(np.sum(np.exp(p) * (p - q), axis=-1)))
 
 
-def test_learning_lowers_the_divergence_of_the_model_that_is_written(model, tmp_path):
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_learning_lowers_the_divergence_of_the_model_that_is_written(family, tmp_path):
     """By the command, to nearest: what the report says is what the written model does."""
+    model = make_model(tmp_path / "model", layers=1, family=family)
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     words = ["quantize", model, out, "--data", data, "--tokens", "128", "--window", "32", "--dtype", "float32"]
@@ -132,10 +135,16 @@ def test_a_damaged_file_of_rotations_is_named(tmp_path):
 # ---- refusals
 
 
-def test_experts_are_refused(tmp_path):
+def test_layers_without_gradients_are_refused(tmp_path, monkeypatch):
+    """Experts that multiply as they do where nothing is learned; else they are learned with."""
     job = job_of(make_checkpoint(tmp_path, "mixtral", **_TWO), "spinquant+gptq", "int4")
-    with pytest.raises(ConfigurationError, match=r"spinquant learns by gradients.*take hadamard"):
-        Learning(job.original, job.target, job.rotations, 1).check(32)
+    assert job.rotations is not None
+    learning = Learning(job.original, job.target, job.rotations, 1)
+    learning.check(32)
+    without = lambda x, w, sizes, rows, most: grouped_matmul(x, w, sizes, rows=rows, most=most)  # noqa: E731
+    monkeypatch.setattr("inferlib.ops.grouped_gradients._product", without)
+    with pytest.raises(ConfigurationError, match=r"spinquant learns by gradients.*mixtral.*take hadamard"):
+        learning.check(32)
 
 
 def test_a_residual_that_cannot_be_rotated_is_refused_by_the_name_of_the_method(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,9 +18,10 @@ from inferlib.distillation.record import Record, read_log
 from inferlib.distillation.settings import FinetuneSettings
 from inferlib.finetuning.finetune import finetune, open_run
 from inferlib.finetuning.weights import QuantizedWeights, begin
-from inferlib.finetuning.whole_rows import hidden_states, take_row_attention
+from inferlib.finetuning.whole_rows import has_gradients, hidden_states, take_row_attention
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
+from inferlib.ops.grouped_matmul import grouped_matmul
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import make_model
 from tests.helpers.oracle import make_checkpoint
@@ -58,6 +58,20 @@ def quantized(model, words, tmp_path_factory) -> Path:
     """The model in MXFP4, rounded to nearest."""
     out = tmp_path_factory.mktemp("quantized") / "mxfp4"
     calibrate(model, out, data=TextSample(words, 256, 64), method="nearest", scheme="mxfp4", dtype="float32")
+    return out
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    """A model with experts."""
+    return make_model(tmp_path_factory.mktemp("experts") / "model", layers=1, family="qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def quantized_experts(experts, words) -> Path:
+    """The model with experts in MXFP4, with inputs in MXFP8."""
+    out = experts.with_name("mxfp4_a8")
+    calibrate(experts, out, data=TextSample(words, 256, 64), method="nearest", scheme="mxfp4_a8", dtype="float32")
     return out
 
 
@@ -154,16 +168,20 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "method"),
+    ("of", "scheme", "method"),
     [
-        ("int4_g32", "nearest"),
-        ("int8", "nearest"),
-        pytest.param("int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
-        pytest.param("fp8", "nearest", marks=pytest.mark.slow),
+        ("model", "int4_g32", "nearest"),
+        ("model", "int8", "nearest"),
+        pytest.param("model", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
+        pytest.param("model", "fp8", "nearest", marks=pytest.mark.slow),
+        pytest.param("experts", "int8_a8", "nearest", marks=pytest.mark.slow),
+        pytest.param("experts", "fp8_a8", "nearest", marks=pytest.mark.slow),
+        pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
     ],
 )
-def test_untrained_weights_are_stored_as_they_were(model, words, tmp_path, scheme, method):
+def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):
     """And multiply as the engine's do, rotations and branches included."""
+    model = request.getfixturevalue(of)
     calibrate(model, tmp_path / "q", data=TextSample(words, 256, 64), method=method, scheme=scheme, dtype="float32")
     files = ModelFiles.open(tmp_path / "q")
     stored = stored_model(files.config, "float32", files.quantization(None))
@@ -173,7 +191,7 @@ def test_untrained_weights_are_stored_as_they_were(model, words, tmp_path, schem
     rounded = [x for w, t, s in zip(stored.weights, trained, scales, strict=True) for x in weights.rounded(w, t, s)]
     for spec, one, other in zip(stored.specs, arrays, rounded, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=spec.name)
-    tokens = jnp.arange(64).reshape(2, 32)
+    tokens = jnp.arange(256).reshape(8, 32)  # so many that inputs are rounded by token
     _, expected = hidden_states(stored, arrays, tokens)
     _, hidden = hidden_states(weights.dense, weights.multiplied(trained, scales), tokens)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=2e-4 * float(jnp.abs(expected).max()))
@@ -193,6 +211,40 @@ def test_attention_of_whole_rows_is_that_over_a_cache(model):
         decoder, hidden = hidden_states(abstract, arrays, tokens)
     assert all("attend" in vars(block.attn) for block in decoder.blocks)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-4)
+
+
+# ---- experts
+
+
+@pytest.mark.slow
+def test_experts_and_their_router_learn(quantized_experts, texts, tmp_path):
+    result = finetune(quantized_experts, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
+    assert result.after < 0.8 * result.before
+    files = ModelFiles.open(quantized_experts)
+    names = [spec.name for spec in stored_model(files.config, "float32", files.quantization(None)).specs]
+    pairs = zip(names, arrays_of(quantized_experts), arrays_of(tmp_path / "out"), strict=True)
+    moved = {name for name, one, other in pairs if (one.astype(float) != other.astype(float)).any()}
+    for part in ("router.weight", "experts.gate_up", "experts.down"):
+        assert f"blocks.0.mlp.{part}" in moved
+    assert LLM(tmp_path / "out", max_len=32).generate("alpha")[0].outputs[0].token_ids
+
+
+# ---- recurrent layers
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "granitemoehybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "kimi_linear", "minimax")),
+    ],
+)
+def test_recurrent_layers_have_gradients(family, tmp_path):
+    """In rows of several chunks, beside experts."""
+    model = abstract_model(ModelFiles.open(make_checkpoint(tmp_path, family)).config, "float32")
+    weights = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs]
+    tokens = jax.ShapeDtypeStruct((1, 200), jnp.int32)
+    assert has_gradients(lambda weights, tokens: hidden_states(model, weights, tokens)[1].sum(), weights, tokens)
 
 
 # ---- wrong input
@@ -227,19 +279,15 @@ def test_other_options_need_another_directory(model, quantized, texts, whole):
         finetune(quantized, texts, whole, settings(lr=0.01), teacher=model)
 
 
-def test_experts_have_no_gradients(model, quantized, texts, tmp_path):
-    run = open_run(quantized, texts, tmp_path / "out", settings(), teacher=model)
-    experts = make_checkpoint(tmp_path / "experts", "qwen3_moe", vocab_size=260)
-    with pytest.raises(ConfigurationError, match="loops have no gradients"):
-        replace(run, teacher=None, files=_quantised_files(experts)).must_have_gradients()
-
-
-def _quantised_files(model: Path) -> ModelFiles:
-    from inferlib import convert
-
-    out = model.with_name("converted")
-    convert(model, out, dtype="float32", quantization="int8", progress=False)
-    return ModelFiles.open(out)
+def test_layers_without_gradients_are_refused_by_the_name_of_the_family(
+    quantized_experts, texts, tmp_path, monkeypatch
+):
+    """Experts that multiply as they do where nothing is trained."""
+    without = lambda x, w, sizes, rows, most: grouped_matmul(x, w, sizes, rows=rows, most=most)  # noqa: E731
+    monkeypatch.setattr("inferlib.ops.grouped_gradients._product", without)
+    with pytest.raises(ConfigurationError, match="qwen3_moe has layers without gradients"):
+        finetune(quantized_experts, texts, tmp_path / "out", settings())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

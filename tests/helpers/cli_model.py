@@ -26,10 +26,10 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, layers: int = 2, context: int = 256) -> Path:
-    """A random llama of 260 tokens: special ones and the bytes."""
+def make_model(folder: Path, layers: int = 2, context: int = 256, family: str = "llama") -> Path:
+    """A random model of 260 tokens: special ones and the bytes."""
     options = {"num_hidden_layers": layers, "max_position_embeddings": context}
-    folder = make_checkpoint(folder, "llama", vocab_size=len(SPECIAL) + 256, **options)
+    folder = make_checkpoint(folder, family, vocab_size=len(SPECIAL) + 256, **options)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(BPE({t: i for i, t in enumerate([*SPECIAL, *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
