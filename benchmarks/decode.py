@@ -46,15 +46,18 @@ from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
+from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.option_checks import backend_option
 from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
+from inferlib.programs.row_changes import Grant
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -101,23 +104,30 @@ def occupy(engine: Engine, length: int, room: int) -> None:
         arrays.append(fill(x.sharding)(key, x.shape, x.dtype))
     engine.cache = tuple(arrays)
     rows, bounded = engine.config.max_batch, engine.scheduler.bounded
+    budgets = (0,) if bounded is None else bounded.policy.budgets
+    dropped = budgets[-1] - budgets[0]  # of layers that keep least, if others keep all tokens
     tokens = np.random.default_rng(0).integers(
         0, engine.model.config.vocab, rows
     )  # different tokens choose different experts
-    values = {"token": tokens, "length": length, "budget": room, "generated": 1, "active": 1}
+    values: dict[str, Any] = {"token": tokens, "length": length, "budget": room, "generated": 1, "active": 1}
+    if dropped:
+        values |= {"dropped": dropped, "ahead": np.array(budgets[1:]) - budgets[0]}
     fields = {
-        name: jax.device_put(np.broadcast_to(np.asarray(value, x.dtype), (rows,)), x.sharding)
+        name: jax.device_put(np.broadcast_to(np.asarray(value, x.dtype), x.shape), x.sharding)
         for name, value in values.items()
         for x in [getattr(engine.state, name)]
     }
     engine.state = engine.state._replace(**fields)
     params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
     for row in range(rows):
-        s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
+        prompt = [0] * (length + dropped)
+        s = Sequence(prompt, params, room, seed=0, status=Status.DECODE, row=row, prefilled=len(prompt), scheduled=1)
         s.tokens.append(int(tokens[row]))
         if bounded is not None:
-            s.bound = bounded.policy.compacts_at
+            s.bound, s.dropped = bounded.policy.compacts_at, dropped
             bounded.decode(s)
+        if (levels := engine.scheduler.pages[row // engine.config.rows].levels) is not None:
+            engine.scheduler.changes.grants += [Grant(row, column, page) for column, page in levels.start(s)]
         engine.scheduler.running[row] = s
 
 
@@ -144,7 +154,7 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
     """Median ms per step of the engine's own loop, and the host's share. options: see `engine_config`."""
     config = engine_config(model.config, batch, cache, shards, **options)
     engine, policy = Engine(model, weights, config), config.compacted
-    length = cache - steps - 1 if policy is None else policy.budget
+    length = cache - steps - 1 if policy is None else policy.budgets[0]
     occupy(engine, length, steps + 1)
     block, times, hosts, enqueues = max(8, config.decode_steps, policy.interval if policy else 0), [], [], []
     mean = cache - steps // 2 if policy is None else policy.budget + policy.interval // 2
@@ -283,7 +293,8 @@ def main() -> None:
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     options = args.cache, args.steps, dtype, args.peer == "hf-plain"
     peers = [in_child(peer_hf, hf, b, *options) for b in args.batches] if args.peer else []
-    config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
+    config = with_cache_levels(config_from_hf(hf), CachePolicy.read(args.cache_policy))
+    quantization = args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
     reads = {"attention_pages": args.attention_pages, "cache_policy": args.cache_policy}

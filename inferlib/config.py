@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from inferlib.buckets import Buckets, rounded_up
 from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
+from inferlib.models.cache_levels import cache_owners, level_budgets
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
@@ -70,24 +71,24 @@ class PoolSize(NamedTuple):
     page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
     the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: how many of rings and
     states each replica has room for; None: `plan_cache` decides. selection: which blocks of its pages decode steps
-    read, by summaries of the blocks; None: all. bound: most cells of a row whose cache is compacted; None: one for each
-    token. massed: the cache has the attention that each cell got. queries: how many of a row's newest queries the cache
-    has.
+    read, by summaries of the blocks; None: all. bounds: most cells of a row whose cache is compacted, in layers of each
+    level (see `inferlib.models.cache_levels`); (): one for each token. massed: the cache has the attention that each
+    cell got. queries: how many of a row's newest queries the cache has.
     """
 
     page: int = 128
     memory: int | None = None
     snapshots: int | None = 0
     selection: PageSelection | None = None
-    bound: int | None = None
+    bounds: tuple[int, ...] = ()
     massed: bool = False
     queries: int = 0
 
-    def compacted(self, policy: CachePolicy | None, bound: int | None) -> PoolSize:
-        """This pool with rows that a policy bounds to `bound` cells; None: rows are not compacted."""
-        if policy is None or bound is None:
+    def compacted(self, policy: CachePolicy | None, bounds: tuple[int, ...]) -> PoolSize:
+        """This pool with rows that a policy bounds to so many cells; (): rows are not compacted."""
+        if policy is None or not bounds:
             return self
-        return self._replace(bound=bound, massed=policy.counts_mass, queries=policy.queries)
+        return self._replace(bounds=bounds, massed=policy.counts_mass, queries=policy.queries)
 
 
 class DeviceKind(NamedTuple):
@@ -293,18 +294,33 @@ class EngineConfig:
     @property
     def compacted(self) -> CachePolicy | None:
         """What rows' caches keep when they are compacted; None if none ever is."""
-        return None if self.bound is None else self.cache_policy
+        return self.cache_policy if self.bounds else None
 
     @property
-    def bound(self) -> int | None:
-        """Most cells of a row, if caches are compacted."""
+    def bounds(self) -> tuple[int, ...]:
+        """Most cells of a row in layers of each level, the fewest first, if caches are compacted."""
         policy = self.cache_policy
-        return None if policy is None else policy.bound(self.max_len, self.row_tokens)
+        return () if policy is None else policy.bounds(self.max_len, self.row_tokens)
+
+    def leveled(self, model: ModelConfig | None) -> EngineConfig:
+        """This configuration with the budgets of a model's layers, if that is known and the cache policy has some by
+        layer. Raises ConfigurationError for a model or a budget that cannot be shared out so."""
+        policy = self.cache_policy
+        if model is None or policy is None or not policy.by_layer or policy.levels:
+            return self
+        check_compacted(model, policy)
+        return replace(self, cache_policy=leveled_policy(policy, model, self.prefill_unit, self.max_len))
+
+    def limit_of(self, limit: int, level: int) -> int:
+        """What no cell of a step reaches in layers of a level, if `limit` is that of level 0."""
+        if (policy := self.compacted) is None or not level:
+            return limit
+        return min(limit + policy.budgets[level] - policy.budgets[0], self.bounds[level])
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
         """The cache buckets that steps need, the largest one for the most cells of a row."""
-        most = self.bound or self.max_len
+        most = self.bounds[0] if self.bounds else self.max_len
         return (*(size for size in self.buckets.cache if size < most), most)
 
     @property
@@ -363,7 +379,7 @@ class EngineConfig:
     def pool(self) -> PoolSize:
         snapshots = self.snapshots if self.prefix_caching else 0
         pool = PoolSize(self.page_size, self.cache_memory, snapshots, self.attention_pages)
-        return pool.compacted(self.compacted, self.bound)
+        return pool.compacted(self.compacted, self.bounds)
 
     @property
     def prefill_unit(self) -> int:
@@ -389,6 +405,10 @@ class EngineConfig:
             check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
         if self.cache_policy is not None:
             check_compacted(model, self.cache_policy)
+            if self.cache_policy.by_layer and not self.cache_policy.levels:
+                raise ConfigurationError(
+                    f"cache_policy {str(self.cache_policy)!r} has a budget for each layer: give `resolve` the model"
+                )
         if model.loop is not None and model.loop.early_exit and (self.attention_pages or self.cache_policy):
             name = "attention_pages" if self.attention_pages else "cache_policy"
             raise ConfigurationError(
@@ -529,8 +549,9 @@ class EngineOptions:
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
         decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
         "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among
-        them, and lets 32 more come before it scores again; "keydiff:2048:64" lets 64 more come. It needs layers that
-        keep keys and values of all positions. Prompts share no pages. By default all positions are kept.
+        them, and lets 32 more come before it scores again; "keydiff:2048:64" lets 64 more come. "pyramidkv:2048" keeps
+        more in lower layers than in upper ones, 2048 on average. It needs layers that keep keys and values of all
+        positions. Prompts share no pages. By default all positions are kept.
     max_adapters: how many adapters are on the devices at a time, beside the weights. More may be loaded, and take
         turns. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank of an adapter; by
         default the highest of those that `LLM` is given, or 16.
@@ -689,7 +710,7 @@ class EngineOptions:
             **self.approximations,
             adapters=self.adapters,
             depthwise_batching=self.depthwise_batching,
-        )
+        ).leveled(model)
 
     def _usual_steps(self, platform: str) -> int:
         """How many decode steps a dispatch has by default. Rows at different depths do not wait for each other."""
@@ -804,6 +825,26 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
                 f"cache_policy {str(policy)!r} weighs keys again without the learned sinks that layer {number} of this "
                 "model has: take h2o or a policy by keys"
             )
+    if policy.by_layer:
+        count = len(cache_owners(model))
+        reasons = {
+            "repeats layers, each time with other cells": model.loop is not None,
+            "has lanes": model.lanes is not None,
+            "has only one layer with a cache": count < 2,
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(
+                f"cache_policy {str(policy)!r} keeps more of lower layers than of upper ones, and this model {why}: "
+                f"take 'snapkv:{policy.budget}'"
+            )
+
+
+def leveled_policy(policy: CachePolicy, model: ModelConfig, unit: int, max_len: int) -> CachePolicy:
+    """A policy by layer with the budgets of a model's levels; see `level_budgets`. Raises ConfigurationError."""
+    try:
+        return replace(policy, levels=level_budgets(policy, len(cache_owners(model)), unit, max_len))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def check_stages(model: ModelConfig) -> None:

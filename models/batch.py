@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,6 +68,25 @@ class StepBatch(NamedTuple):
         return StepBatch(none.reshape(0, 0), none, none, none, tokens, lengths, counts)
 
 
+class CacheLevel(NamedTuple):
+    """The cache of layers that keep more than those of level 0, see `inferlib.models.cache_levels`.
+
+    table [R, M] int32: of these layers' pages. ahead [R] int32: how many cells more a row has there. limit (static): no
+    cell of this step reaches it.
+    """
+
+    table: jax.Array
+    ahead: jax.Array
+    limit: int | None
+
+    def of(self, batch: StepBatch) -> StepBatch:
+        """A batch whose cells are numbered as level 0 has them, as this level has them."""
+        starts = batch.chunk_starts + jnp.take(self.ahead, batch.chunk_rows, mode="clip")
+        lengths = batch.decode_lengths
+        lengths = jnp.where(lengths > 0, lengths + self.ahead[: lengths.size], lengths)
+        return batch._replace(chunk_starts=starts, decode_lengths=lengths)
+
+
 @dataclass(frozen=True)
 class StepContext:
     """What every layer of a step shares, computed once.
@@ -82,7 +101,7 @@ class StepContext:
     summaries of them; None: all. sparse (static): how chunks list the blocks that they attend to; None: they attend to
     all. depths: how many steps of a loop's core each row takes; None: all. dropped [R] int32: how many positions before
     a row's tokens its cache no longer has; None: it has all. The batch, table and limit number a row's cells without
-    them, and `positions` count them.
+    them, and `positions` count them. levels: of layers that keep more than this says, those of level 1 first.
     """
 
     batch: StepBatch
@@ -101,6 +120,21 @@ class StepContext:
     sparse: SparsePrefill | None = None
     dropped: jax.Array | None = None
     depths: Depths | None = None
+    levels: tuple[CacheLevel, ...] = ()
+
+    def of_level(self, level: int) -> StepContext:
+        """The step as layers of a level of the cache see it."""
+        return self._of_levels[level - 1] if level and self.levels else self
+
+    @cached_property
+    def _of_levels(self) -> tuple[StepContext, ...]:
+        made = []
+        for level in self.levels:
+            batch, places = level.of(self.batch), {"table": level.table, "limit": level.limit}
+            ctx = replace(self, batch=batch, **places, levels=())
+            vars(ctx).update({name: getattr(self, name) for name in ("positions", "rows", "rope")})  # the same in all
+            made.append(ctx)
+        return tuple(made)
 
     @property
     def tokens(self) -> int:

@@ -134,6 +134,7 @@ class AttentionSpec:
     value_embedding: ValueEmbedding | None = None
     key_basis: int = 0  # leading directions of keys by which pages are selected, see `inferlib.models.key_bases`
     key_turns: bool = False  # keys and queries are turned for a cache of few bits, see `inferlib.models.key_turns`
+    cache_level: int = 0  # which budget of a bounded cache is this layer's, see `inferlib.models.cache_levels`
 
     def __post_init__(self):
         if not self.value_dim:

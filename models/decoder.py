@@ -134,6 +134,7 @@ class Decoder(nnx.Module):
         """Compute what the layers of a step share: values that are cached inside a scan's body do not outlive it."""
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
         _ = ctx.adapters is not None and ctx.mlp_slots
+        _ = [ctx.of_level(level).written for level in range(1, 1 + len(ctx.levels))]
 
     def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
         """Raise ConfigError if the hidden states after these layers cannot be returned."""

@@ -3,8 +3,9 @@ int8 or fp8 with scales beside them, one for each position and head, made when t
 each cell bytes (see `inferlib.ops.int4_cells`). Recurrent layers have each row's state.
 
 The cache of attention is a pool of pages of S positions for all rows of a replica, arrays [pages, K, S, h]. A table
-says where the pages of each row lie, the same in all layers. Layers with a sliding window or chunks keep a ring for
-each row if that is smaller, [rows, K, S, h] with S the ring's capacity. If a mesh deals positions out to several
+says where the pages of each row lie, the same in all layers; or in all of a level, if a bounded cache keeps more of
+lower layers (see `inferlib.models.cache_levels`). Layers with a sliding window or chunks keep a ring for each row if
+that is smaller, [rows, K, S, h] with S the ring's capacity. If a mesh deals positions out to several
 devices, each stores an equal number of slots of a page, its positions in order (see `inferlib.sharding.stripe`).
 
 Rings and states are no other row's to read, so what prompts that begin alike share of them are snapshots: arrays like
@@ -92,6 +93,7 @@ class BlockState:
     shared: ClassVar[bool] = False
     paged: ClassVar[bool] = False
     block: ClassVar[int | None] = None
+    level: ClassVar[int] = 0
     massed: ClassVar[bool] = False
     queries: ClassVar[tuple[int, ...] | None] = None
 
@@ -123,7 +125,8 @@ class BlockCache:
     R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
     block: positions of the blocks of which there are summaries beside the cells (see `inferlib.ops.selected_pages`);
     None: there are none. directions: how many directions of keys these are of (see `inferlib.models.key_bases`); 0: of
-    keys as they are. calibrated: packed cells are of keys that a calibration has turned.
+    keys as they are. calibrated: packed cells are of keys that a calibration has turned. level: which of the plan's
+    `bounds` is of its layers, whose pages are those of this level.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -137,6 +140,7 @@ class BlockCache:
     queries: tuple[int, ...] | None = None
     directions: int = 0
     calibrated: bool = False
+    level: int = 0
 
     @property
     def paged(self) -> bool:
@@ -225,8 +229,9 @@ class BlockCache:
 class CachePlan:
     """rows: sequences that the cache has a row for; max_len: most tokens of a sequence; page: positions of a page, over
     all devices that share a row's; pages, snapshots: their number of all replicas. drafting: the blocks of a model that
-    drafts, if there is one; all of them have the same pages as the others. bound: most cells of a row whose cache is
-    compacted; None: as many as it has tokens."""
+    drafts, if there is one; all of them have the same pages as the others. bounds: most cells of a row whose cache is
+    compacted, in layers of each level, the fewest first; (): as many as it has tokens. Of several levels each has its
+    pages; `pages` are those of level 0, and the others have as many more as their rows."""
 
     rows: int
     max_len: int
@@ -235,7 +240,7 @@ class CachePlan:
     blocks: tuple[BlockCache | BlockState, ...]
     snapshots: int = 0
     drafting: tuple[BlockCache | BlockState, ...] = ()
-    bound: int | None = None
+    bounds: tuple[int, ...] = ()
 
     @property
     def every_block(self) -> tuple[BlockCache | BlockState, ...]:
@@ -249,8 +254,21 @@ class CachePlan:
 
     @property
     def columns(self) -> int:
-        """Pages of the longest sequence, M."""
-        return -(-(self.bound or self.max_len) // self.page)
+        """Pages of the longest sequence, M; those of level 0."""
+        return self.columns_of(0)
+
+    @property
+    def level_columns(self) -> tuple[int, ...]:
+        """Pages of the longest sequence in each level. Its row of the table has those of level 0 first."""
+        return tuple(-(-bound // self.page) for bound in self.bounds or (self.max_len,))
+
+    def columns_of(self, level: int) -> int:
+        """Pages of the longest sequence in a level."""
+        return self.level_columns[level if self.bounds else 0]
+
+    def pages_of(self, level: int, replicas: int) -> int:
+        """Pages of all replicas in a level: each has room for as many rows in all levels."""
+        return self.pages // replicas * self.columns_of(level) // self.columns * replicas
 
     @property
     def tokens(self) -> int:
@@ -264,14 +282,21 @@ class CachePlan:
 
     def bytes_of(self, shards: Shards = ONE_DEVICE) -> tuple[int, int]:
         """Bytes on a device of a page, and of all rings and states, those of snapshots included."""
-        sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(self.arrays, self.of_rows, strict=True)]
-        of_pages, of_rows = (sum(size for size, fixed in sizes if fixed == wanted) for wanted in (False, True))
+        of_rows = sum(array.nbytes(shards) for array in self.part(self.arrays, of_rows=True))
         of_rows += of_rows * self.snapshots // self.rows
-        return of_pages * shards.replicas // self.pages, of_rows
+        return -(-self._sequence_bytes(shards) // self.columns), of_rows
+
+    def _sequence_bytes(self, shards: Shards) -> int:
+        """Bytes on a device of all pages of the longest sequence."""
+        total = 0
+        for block in self.every_block:
+            paged = (x for x, of_row in zip(block.owned, block.of_rows, strict=True) if not of_row)
+            total += self.columns_of(block.level) * sum(x.of(shards.replicas).nbytes(shards) for x in paged)
+        return total
 
     def slots(self, block: BlockCache) -> int:
         """The most slots of a row, over all devices that share its positions."""
-        return block.slots if block.ring else block.slots * self.columns
+        return block.slots if block.ring else block.slots * self.columns_of(block.level)
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
@@ -297,13 +322,13 @@ class CachePlan:
 
         There are as many as `pool` asks for; see `_SNAPSHOTS` for the default.
         """
-        if not any(self.of_rows) or self.bound is not None:
+        if not any(self.of_rows) or self.bounds:
             return self
         rows, count = self.rows // shards.replicas, pool.snapshots
         if count is None:
             count = min(rows, _CAUTIOUS if pool.memory is None else _SNAPSHOTS)
             if pool.memory is not None:
-                of_page, of_rows = _of_one_page(replace(self, snapshots=0), shards).bytes_of(shards)
+                of_page, of_rows = replace(self, snapshots=0).bytes_of(shards)
                 rest = max(pool.memory - of_rows - self.columns * of_page, 0)
                 count = min(count, int(_OF_REST * rest) * rows // of_rows)
         return replace(self, snapshots=count * shards.replicas)
@@ -393,23 +418,22 @@ def plan_cache(
     beside: Any = dict(selection=pool.selection, massed=pool.massed, queries=pool.queries)
     kinds = [_Kind(model, platform, named, **beside)]
     kinds += [] if drafting is None else [_Kind(drafting, platform, named)]
-    page = max(kind.page(pool.page, pool.bound or max_len, rows // shards.replicas) for kind in kinds)
+    longest = max(pool.bounds, default=max_len)
+    page = max(kind.page(pool.page, longest, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
     of_drafts = others[0] if others else ()
-    plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts, bound=pool.bound)
+    plan = CachePlan(rows, max_len, page, 1, of_model, drafting=of_drafts, bounds=pool.bounds)
+    levels = {block.level for block in of_model}
+    if pool.bounds and levels != set(range(len(pool.bounds))):
+        raise ValueError(f"the model's layers are in the levels {levels}, and the cache has {len(pool.bounds)}")
     plan = plan.with_snapshots(pool, shards)
     return _with_pages(plan, shards, pool.memory)
-
-
-def _of_one_page(plan: CachePlan, shards: Shards) -> CachePlan:
-    """A plan of one page for each replica."""
-    return _paged(replace(plan, pages=shards.replicas))
 
 
 def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
     """A plan of one page, with as many pages as fit a device's memory, and no more than all rows can use."""
     pages = most = plan.rows // shards.replicas * plan.columns
-    of_page, of_rows = _of_one_page(plan, shards).bytes_of(shards)
+    of_page, of_rows = plan.bytes_of(shards)
     if memory is not None and of_page:
         pages = min(most, max(memory - of_rows, 0) // of_page)
     if pages < plan.columns or (memory is not None and of_rows > memory):
@@ -419,20 +443,21 @@ def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePla
             f"takes {need} with what {plan.rows} rows{_and_snapshots(plan)} keep in any case: raise it to that, lower "
             f"max_len to {max(pages * plan.page, 0)} or less, or lower max_batch"
         )
-    return _paged(replace(plan, pages=pages * shards.replicas))
+    return _paged(replace(plan, pages=pages * shards.replicas), shards.replicas)
 
 
 def _and_snapshots(plan: CachePlan) -> str:
     return f" and {plan.snapshots} snapshots" if plan.snapshots else ""
 
 
-def _paged(plan: CachePlan) -> CachePlan:
+def _paged(plan: CachePlan, replicas: int) -> CachePlan:
     """A plan whose blocks have one page, with as many as it says."""
 
     def of(block: BlockCache | BlockState) -> BlockCache | BlockState:
         if isinstance(block, BlockState) or block.ring:
             return block
-        return replace(block, shapes=tuple((*shape[:-4], plan.pages, *shape[-3:]) for shape in block.shapes))
+        pages = plan.pages_of(block.level, replicas)
+        return replace(block, shapes=tuple((*shape[:-4], pages, *shape[-3:]) for shape in block.shapes))
 
     return replace(plan, blocks=tuple(map(of, plan.blocks)), drafting=tuple(map(of, plan.drafting)))
 
@@ -505,7 +530,8 @@ class _Kind:
             block = None if latent or spec.reach is not None else self.summarised(page)
             shapes = tuple((*stack, count, *x) for x in shapes)
             beside = self.massed, self.queries_of(spec, (*stack, rows)), self.directions_of(spec), self.calibrated
-            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside))
+            level = spec.cache_level if isinstance(spec, AttentionSpec) else 0
+            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside, level))
         return tuple(blocks)
 
     def queries_of(self, spec: AttentionSpec | MlaSpec, lead: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -110,8 +110,8 @@ CachePolicy = Annotated[
     str | None,
     typer.Option(
         help="A row's cache keeps a budget of positions: keydiff:2048 keeps 2048 by scores of their keys; knorm too, "
-        "h2o, snapkv, morphkv, sagekv and tova by attention, streaming by age. It changes results; by default all are "
-        "kept."
+        "h2o, snapkv, morphkv, sagekv and tova by attention, streaming by age; pyramidkv like snapkv, more in lower "
+        "layers. It changes results; by default all are kept."
     ),
 ]
 SparsePrefill = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from math import gcd
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -12,11 +13,20 @@ from inferlib.buckets import Buckets
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import DeviceKind, EngineOptions, PoolSize, check_compacted, check_draft, check_selecting
+from inferlib.config import (
+    DeviceKind,
+    EngineOptions,
+    PoolSize,
+    check_compacted,
+    check_draft,
+    check_selecting,
+    leveled_policy,
+)
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.adapters import AdapterSlots
+from inferlib.models.cache_levels import layer_budgets, with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import family_of
@@ -107,7 +117,8 @@ def explain(
     recipe, stored = source.config, source.quantization(quantization)
     length, recipe = _length(recipe, max_len), _selecting(recipe, selection)
     recipe = with_key_turns(recipe) if kv_cache_dtype == CALIBRATED_CACHE else recipe
-    policy = _policy(recipe, formats.get("cache_policy"))
+    policy = _policy(recipe, formats.get("cache_policy"), length)
+    recipe = with_cache_levels(recipe, policy)
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
     draft = _draft(source, speculation_option(formats.get("speculation")), length, quantization)
@@ -137,10 +148,13 @@ def _selecting(recipe: ModelConfig, selection: PageSelection | None) -> ModelCon
     return with_key_bases(recipe) if selection.by_bases else recipe
 
 
-def _policy(model: ModelConfig, value: Any) -> CachePolicy | None:
+def _policy(model: ModelConfig, value: Any, max_len: int) -> CachePolicy | None:
     """What the cache keeps, None for all. Raises ConfigurationError if a model's cache cannot be compacted."""
     if (policy := policy_option(value)) is not None:
         check_compacted(model, policy)
+    if policy is not None and policy.by_layer:
+        unit = gcd(PoolSize().page, policy.budget)  # as on accelerators, if the budget is one for them
+        policy = leveled_policy(policy, model, unit, max_len)
     return policy
 
 
@@ -265,8 +279,8 @@ class ModelExplanation(Tables):
     def _pool(self) -> PoolSize:
         """What the cache keeps of a row, and beside it."""
         policy = self.cache_policy
-        bound = None if policy is None else policy.bound(self.max_len, _chunk(self.max_len))
-        return PoolSize(selection=self.attention_pages).compacted(policy, bound)
+        bounds = () if policy is None else policy.bounds(self.max_len, _chunk(self.max_len))
+        return PoolSize(selection=self.attention_pages).compacted(policy, bounds)
 
     @property
     def _model(self) -> AbstractModel:
@@ -298,6 +312,7 @@ class ModelExplanation(Tables):
             "kv_cache_dtype": self.kv_cache_dtype,
             "attention_pages": None if self.attention_pages is None else str(self.attention_pages),
             "cache_policy": None if self.cache_policy is None else str(self.cache_policy),
+            "layer_budgets": layer_budgets(config, self.cache_policy),
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
@@ -351,7 +366,7 @@ def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
     pairs = zip(plan.arrays, plan.of_rows, strict=True)
-    snapshot = 0 if plan.bound is not None else sum(array.nbytes() for array, of_row in pairs if of_row)
+    snapshot = 0 if plan.bounds else sum(array.nbytes() for array, of_row in pairs if of_row)
     sizes = {"per_token": tokens, "beyond_windows": beyond, "states": states, "snapshot": snapshot}
     return sizes | {"per_sequence": plan.nbytes}
 

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from inferlib.models.cache_levels import budgets_text
 from inferlib.models.config import LaneSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.recurrent import Recurrent, keeps_state
 from inferlib.models.segments import Segment
@@ -54,7 +55,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
     shared = f"share pages{' and snapshots of the rest' if snapshots else ''}"
     table.add_row("prompts that begin alike", shared if policy is None else "share nothing")
     if policy is not None:
-        table.add_row("positions in the cache", f"a budget for each row, by {policy}")
+        budgets = budgets_text(facts["layer_budgets"])
+        table.add_row("positions in the cache", f"{budgets or 'a budget'} for each row, by {policy}")
     if facts["attention_pages"]:
         table.add_row("decode steps read", f"pages by {facts['attention_pages']}, whose summaries are in the cache")
     if facts["rotation"]:
@@ -138,6 +140,7 @@ def layer_text(layer: LayerSpec) -> str:
         parts[0] += "" if attention.cache_of is None else f" of layer {attention.cache_of}"
         parts += [f"values of {attention.value_dim}"] if attention.value_dim != attention.head_dim else []
         parts += [f"window {attention.window}"] if attention.window else []
+        parts += [f"level {attention.cache_level} of the cache"] if attention.cache_level else []
         parts += [f"chunks of {attention.chunk}"] if attention.chunk else []
         parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
         parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from inferlib.aot.verify import Check
+from inferlib.models.cache_levels import budgets_text, layer_budgets
 from inferlib.planning.drafts import Drafts
 from inferlib.planning.network import ATTAINED
 from inferlib.planning.planner import Option, Ranking
@@ -30,7 +31,8 @@ NOTE = (
 def title(ranking: Ranking, model: str) -> str:
     work, target, best = ranking.workload, ranking.target, ranking.best.deployed
     cache = f"; cache of {best.kv_cache_dtype}" if best.kv_cache_dtype else ""
-    cache += f"; cache by {best.cache_policy}" if best.cache_policy else ""
+    budgets = budgets_text(layer_budgets(best.config, best.cache_policy))
+    cache += f"; cache by {best.cache_policy}{f', {budgets}' if budgets else ''}" if best.cache_policy else ""
     cache += f"; {work.depth} steps of the core" if work.depth else ""
     return (
         f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "

@@ -5,6 +5,9 @@ compacted whenever it has an interval's tokens more. So where that happens depen
 do not depend on others: a step ends within a prompt where that is due, and the device lets a row wait that has as many
 cells as it may have, until it is compacted.
 
+Where layers have different budgets (see `inferlib.models.cache_levels`), those with the smallest, of level 0, decide:
+the others are never fuller. Cells are counted as these layers have them.
+
 The host plans ahead of what it knows, and takes a row to be further than it is if that ended a dispatch early, or
 waited. To ask for a row too early changes nothing on the device. Once the host knows better, it asks again.
 """
@@ -21,13 +24,18 @@ class BoundedCache:
     def __init__(self, policy: CachePolicy, tile: int):
         self.policy, self.tile = policy, tile
 
-    def cells(self, s: Sequence) -> int:
-        """The most cells that a sequence ever has, if it starts now. So no other one has to give up pages for it."""
-        return max(min(s.length, self.policy.budget + self.tile), s.most_length)
+    def cells(self, s: Sequence, level: int = 0) -> int:
+        """The most cells that a sequence ever has in layers of a level, if it starts now. So no other one has to give
+        up pages for it."""
+        return max(min(s.length, self.policy.budgets[level] + self.tile), self.decoding_cells(s, level))
+
+    def decoding_cells(self, s: Sequence, level: int = 0) -> int:
+        """The most cells that it has while it decodes, once it was compacted or if that is not due."""
+        return min(s.most_tokens, self.policy.budgets[level] + self.policy.interval)
 
     def begin(self, s: Sequence) -> None:
         """A sequence is prefilled from its first token on."""
-        s.dropped, s.boundary = 0, self.policy.budget + self.tile
+        s.dropped, s.boundary = 0, self.policy.budgets[0] + self.tile
 
     def decode(self, s: Sequence) -> None:
         """All tokens of a sequence's context are sent to the device."""
@@ -45,7 +53,7 @@ class BoundedCache:
         if s.status is Status.PREFILL:
             if s.prefilled < s.boundary:
                 return None
-            s.dropped, s.boundary = s.prefilled - policy.budget, s.prefilled + self.tile
+            s.dropped, s.boundary = s.prefilled - policy.budgets[0], s.prefilled + self.tile
             return cells
         if not s.unfinished or self.room(s):
             return None

@@ -13,9 +13,10 @@ from inferlib.draft_files import DraftFiles, HeadFiles, LayerFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
+from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
-from inferlib.option_checks import brief, check_dtype, speculation_option
+from inferlib.option_checks import brief, check_dtype, policy_option, speculation_option
 from inferlib.placement import ExpertPlacement
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
@@ -134,6 +135,7 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     def resolve(options: EngineOptions) -> EngineConfig:
         return options.resolve(device, shards, model, choices.quantization)
 
+    model = with_cache_levels(model, policy_option(choices.engine.cache_policy))
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)
     abstract = abstract_model(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from inferlib.cache.pages import PagePool
 from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
 from inferlib.cache.snapshots import Resumed, Snapshot, Snapshots
+from inferlib.engine.level_pages import LevelPages
 from inferlib.engine.sequence import Sequence
 from inferlib.programs.row_changes import Restore, Save
 
@@ -39,6 +40,7 @@ class ReplicaPages:
         self.unsent: set[Node] = set()  # whose cells the dispatch that is planned writes
         self.hit_tokens = self.evictions = 0
         self._running: list[Sequence] = []
+        self.levels: LevelPages | None = None  # pages of layers that keep more, if there are any
 
     @property
     def free(self) -> int:
@@ -63,6 +65,10 @@ class ReplicaPages:
     def need(self, s: Sequence, match: Match) -> int:
         """How many of the free pages a sequence takes that begins with a match."""
         return -(-self.cells(s) // self.page) - sum(node.references > 0 for node in match.nodes)
+
+    def has_room(self, s: Sequence) -> bool:
+        """True if layers that keep more have pages for a sequence that starts."""
+        return self.levels is None or self.levels.has_room(s)
 
     def load(self, need: int) -> int:
         """What it costs a replica to take one more sequence, in pages: to prefill those that are new, and to read in
@@ -155,6 +161,8 @@ class ReplicaPages:
             page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page
         )
         s.nodes, s.pages, s.encoded = [], [], b""
+        if self.levels is not None:
+            self.levels.give_back(s)
         return saves
 
     def forget(self) -> None:

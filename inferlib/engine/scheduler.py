@@ -23,6 +23,7 @@ from inferlib.engine.bounded import BoundedCache
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.forced import draft_rows, forced_tokens
 from inferlib.engine.itl import ItlBound
+from inferlib.engine.level_pages import LevelPages
 from inferlib.engine.page_source import PageSource
 from inferlib.engine.profit import Profit, tokens_of_weights
 from inferlib.engine.replica_pages import ReplicaPages
@@ -138,6 +139,9 @@ class Scheduler:
         if self.bounded is not None:
             for pages in self.pages:
                 pages.cells = self.bounded.cells
+                if (columns := plan.level_columns)[1:]:
+                    counts = [plan.pages_of(level, replicas) // replicas for level in range(1, len(columns))]
+                    pages.levels = LevelPages(tuple(counts), columns, plan.page, self.bounded)
         if source is not None:
             for replica, pages in enumerate(self.pages):
                 pages.evicting = partial(source.evict, replica * pages.pool.count)
@@ -331,7 +335,7 @@ class Scheduler:
                 continue
             match = pages.find(sequence)
             need = pages.need(sequence, match)
-            if pages.free >= need + grow[replica]:
+            if pages.free >= need + grow[replica] and pages.has_room(sequence):
                 able.append((match.tokens > 0, pages.load(need), free[0], replica, match))
         if not able:
             return None
@@ -365,6 +369,8 @@ class Scheduler:
             column = len(match.nodes)
             self.source.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
+        if pages.levels is not None:
+            changes.grants += [Grant(s.row, column, page) for column, page in pages.levels.start(s)]
         cached = s.context[: match.tokens]
         if self.profit is not None:
             changes.past += [Past(s.row, position, token) for position, token in enumerate(cached)]
@@ -381,7 +387,10 @@ class Scheduler:
             if (cells := self.bounded.due(s)) is not None:
                 self.changes.compacted[s.row] = cells
                 if s.status is Status.DECODE:
-                    self._pages_of(s).keep(s, self._pages(s.most_length))
+                    pages = self._pages_of(s)
+                    pages.keep(s, self._pages(s.most_length))
+                    if pages.levels is not None:
+                        pages.levels.keep_decoding(s)
 
     def _growing(self) -> Counter[int]:
         """For each replica, how many sequences may need more pages than they have."""

@@ -50,7 +50,8 @@ class Sequence:
     adapter: the adapter that changes the weights for it. depth: how it takes the steps of a loop's core; None for
     models that repeat no layers. depths: how many of these steps each of its tokens' logits took, if tokens may leave.
     salt: it takes cached pages only of sequences with the same salt, adapter and depth.
-    row: its row while it runs, else -1. pages: its pages in its row's replica, in the order of positions.
+    row: its row while it runs, else -1. pages: its pages in its row's replica, in the order of positions. level_pages:
+    those of each level above 0 of a bounded cache, see `inferlib.engine.level_pages`.
     nodes: the nodes of the tree of pages for the first of its pages. encoded: its context as the tree takes it.
     waits_for: a page or a snapshot that it can read once another sequence has written it, or what is fetched for it or
     for another sequence.
@@ -93,6 +94,7 @@ class Sequence:
     depth: Depth | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    level_pages: list[list[int]] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     encoded: bytes = b""
     fetch: Fetch | None = None
@@ -175,8 +177,12 @@ class Sequence:
     @property
     def most_length(self) -> int:
         """Most tokens that its cache ever holds while it decodes."""
-        length = len(self.prompt) + max(self.max_tokens - 1, 0)
-        return length if self.bound is None else min(length, self.bound)
+        return self.most_tokens if self.bound is None else min(self.most_tokens, self.bound)
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that it ever has, but for the last, which gets no cell."""
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
 
     @property
     def length(self) -> int:

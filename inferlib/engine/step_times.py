@@ -92,18 +92,26 @@ class Rehearsal:
 
     def _rows(self, state: RowState, *, active: bool) -> RowState:
         """The state with all rows active, or none."""
-        total, pages = self.config.max_batch, self.plan.pages // self.config.shards.replicas
-        each = max(1, pages // self.config.rows)
-        local = np.arange(total)[:, None] % self.config.rows
+        total = self.config.max_batch
         new = {
             "token": np.zeros(total, np.int32),
             "length": np.full(total, full_length(self.config, self.plan), np.int32),
             "active": np.full(total, active),
             "budget": np.full(total, self.config.decode_steps + 1, np.int32),
-            "pages": ((local * each + np.arange(self.plan.columns)) % pages).astype(np.int32),
+            "pages": np.concatenate([self._pages(i) for i in range(len(self.plan.level_columns))], axis=1),
         }
+        if state.ahead is not None:
+            least, *more = self.config.bounds
+            new["ahead"] = np.tile(np.array(more, np.int32) - least, (total, 1))
         place = self.config.shards.place
         return state._replace(**{name: place(x, getattr(STATE_AXES, name)) for name, x in new.items()})
+
+    def _pages(self, level: int) -> np.ndarray:
+        """Pages of a level for the rows of all replicas, [R, M]."""
+        plan, config = self.plan, self.config
+        pages = plan.pages_of(level, config.shards.replicas) // config.shards.replicas
+        first = np.arange(config.max_batch)[:, None] % config.rows * max(1, pages // config.rows)
+        return ((first + np.arange(plan.columns_of(level))) % pages).astype(np.int32)
 
     def _control(self) -> jax.Array:
         shards = self.config.shards

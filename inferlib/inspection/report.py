@@ -389,14 +389,14 @@ def _bytes_of(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: 
 
 def _cache_read(block: BlockCache | BlockState, reach: int | None, config: EngineConfig, key: ProgramKey) -> int:
     """Bytes of a block's cache that the tokens of each row and chunk read together. reach: the window of one token."""
-    shards, selection = config.shards, config.attention_pages
+    shards, selection, limit = config.shards, config.attention_pages, config.limit_of(key.limit, block.level)
     if isinstance(block, BlockState):
         lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
         passes = 2 if key.drafts else 1  # tokens that stand are replayed
         return (passes * key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
 
     def seen(tokens: int) -> int:
-        positions = key.limit if reach is None else min(key.limit, reach + tokens - 1)
+        positions = limit if reach is None else min(limit, reach + tokens - 1)
         return -(-positions // shards.size(axes.POSITIONS))
 
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -84,7 +84,8 @@ def last_attention_of_all_heads(cells: Cells) -> jax.Array:
 
 def window_attention(cells: Cells) -> jax.Array:
     """Positions stay that get the most attention from the newest queries, they and their neighbours (Li et al. 2024,
-    "SnapKV: LLM Knows What You are Looking for Before Generation", https://arxiv.org/abs/2404.14469)."""
+    "SnapKV: LLM Knows What You are Looking for Before Generation", https://arxiv.org/abs/2404.14469; with other budgets
+    for each layer Cai et al. 2024, "PyramidKV", https://arxiv.org/abs/2406.02069)."""
     assert cells.weights is not None
     return _rounded(_pooled(jnp.mean(cells.weights, axis=(-3, -2)), _POOLED_RECENT))
 
@@ -127,10 +128,12 @@ def _rounded(scores: jax.Array) -> jax.Array:
 
 class Method(NamedTuple):
     """score: [..., P] of cells; a higher one stays. needs: what the cache has beside keys for it, the attention that
-    cells got, the newest query of a row, or the queries of its newest positions, an interval of them."""
+    cells got, the newest query of a row, or the queries of its newest positions, an interval of them. by_layer: lower
+    layers keep more than upper ones, see `inferlib.models.cache_levels`."""
 
     score: Callable[[Cells], jax.Array]
     needs: Literal["mass", "last query", "queries"] | None = None
+    by_layer: bool = False
 
 
 METHODS: Mapping[str, Method] = {
@@ -142,6 +145,7 @@ METHODS: Mapping[str, Method] = {
     "sagekv": Method(last_attention, "last query"),
     "snapkv": Method(window_attention, "queries"),
     "morphkv": Method(correlation, "queries"),
+    "pyramidkv": Method(window_attention, "queries", by_layer=True),
 }
 
 
@@ -150,21 +154,22 @@ class CachePolicy:
     """What a row's cache keeps, for each layer and KV head.
 
     method: one of METHODS. budget: positions that a row keeps when it is compacted, with the first `SINKS` and the
-    newest `interval` among them. interval: a row that decodes is compacted whenever it has this many more. Raises
-    ValueError for others.
+    newest `interval` among them; of a method by layer it is the mean over the layers. interval: a row that decodes is
+    compacted whenever it has this many more. levels: the budgets of a model's levels of layers, the fewest first; ():
+    all layers have `budget`, or the model is not known. Raises ValueError for others.
     """
 
     method: str
     budget: int
     interval: int = _INTERVAL
+    levels: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f"cache_policy has the methods {', '.join(METHODS)}, got {self.method!r:.100}")
         if type(self.interval) is not int or self.interval < 1:
             raise ValueError(f"cache_policy compacts after 1 position or more, got {self.interval!r:.100}")
-        least = SINKS + self.interval + 1
-        if type(self.budget) is not int or self.budget < least:
+        if type(self.budget) is not int or self.budget < (least := self.least):
             raise ValueError(
                 f"cache_policy keeps the first {SINKS} positions and the newest {self.interval} in any case, so its "
                 f"budget is {least} or more, got {self.budget!r:.100}: raise it, or compact more often, such as "
@@ -172,9 +177,28 @@ class CachePolicy:
             )
 
     @property
+    def least(self) -> int:
+        """The smallest budget."""
+        return SINKS + self.interval + 1
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The budget of each level of layers, the fewest first; of one level, if all layers have the same."""
+        return self.levels or (self.budget,)
+
+    @property
+    def by_layer(self) -> bool:
+        """True if lower layers keep more than upper ones."""
+        return METHODS[self.method].by_layer
+
+    def of_level(self, level: int) -> CachePolicy:
+        """What the layers of a level keep."""
+        return replace(self, budget=self.budgets[level], levels=())
+
+    @property
     def compacts_at(self) -> int:
-        """Positions of a row that decodes at which it is compacted."""
-        return self.budget + self.interval
+        """Positions of a row that decodes at which it is compacted, in layers that keep the fewest."""
+        return self.budgets[0] + self.interval
 
     @property
     def counts_mass(self) -> bool:
@@ -186,10 +210,12 @@ class CachePolicy:
         """How many of a row's newest queries the cache keeps."""
         return {"last query": 1, "queries": self.interval}.get(METHODS[self.method].needs or "", 0)
 
-    def bound(self, max_len: int, tile: int) -> int | None:
-        """Most cells of a row of up to `max_len` tokens whose prompt is compacted after `tile` tokens more than the
-        budget; None if no row is ever compacted."""
-        return min(max_len, self.budget + max(self.interval, tile)) if self.compacts_at < max_len else None
+    def bounds(self, max_len: int, tile: int) -> tuple[int, ...]:
+        """Most cells of a row of up to `max_len` tokens, in layers of each level, whose prompt is compacted after
+        `tile` tokens more than the least budget; () if no row is ever compacted."""
+        if self.compacts_at >= max_len:
+            return ()
+        return tuple(min(max_len, budget + max(self.interval, tile)) for budget in self.budgets)
 
     @staticmethod
     def read(value: Any) -> CachePolicy | None:

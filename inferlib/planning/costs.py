@@ -20,6 +20,7 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
+from inferlib.models.cache_levels import cache_owners
 from inferlib.models.config import AttentionSpec, LoopSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
@@ -300,7 +301,7 @@ class Deployed:
         kind: dict[str, Any] = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
         pool = PoolSize()
         if self.cache_policy is not None:
-            pool = pool.compacted(self.cache_policy, self.cache_policy.bound(max_len, chunk))
+            pool = pool.compacted(self.cache_policy, self.cache_policy.bounds(max_len, chunk))
         return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, pool=pool, drafting=drafting, **kind)
 
     @property
@@ -316,18 +317,28 @@ class Deployed:
         return self.shards.size(axes.POSITIONS) == self.shards.size(axes.TOKENS) == 1
 
     def cells(self, position: float) -> float:
-        """How many cells a row of `position` tokens has while it decodes, on average."""
+        """How many cells a row of `position` tokens has while it decodes, on average, also over the layers."""
         policy = self.cache_policy
-        return position if policy is None or position < policy.compacts_at else policy.budget + policy.interval / 2
+        if policy is None:
+            return position
+        every = [policy.of_level(level) for level in self.levels]
+        return sum(position if position < x.compacts_at else x.budget + x.interval / 2 for x in every) / len(every)
+
+    @property
+    def levels(self) -> list[int]:
+        """The level of each layer that has a cache of its own (see `inferlib.models.cache_levels`)."""
+        mixers = (self.config.layers[number].attention for number in cache_owners(self.config))
+        return [mixer.cache_level for mixer in mixers if isinstance(mixer, AttentionSpec)]
 
     def compaction(self, rows: int, max_len: int, chunk: int) -> float:
         """Seconds of a decode step's share of compacting rows: each reads its pages and writes its budget of cells once
         in an interval."""
         plan, policy = self.plan(self.replicas, max_len, chunk), self.cache_policy
-        if policy is None or plan.bound is None:
+        if policy is None or not plan.bounds:
             return 0.0
-        cells = plan.columns * plan.page + policy.budget
-        moved = sum(block.layers * block.written for block in self.blocks) * cells
+        cells = [columns * plan.page + policy.budgets[i] for i, columns in enumerate(plan.level_columns)]
+        levels = (block.level for block in plan.blocks)
+        moved = sum(x.layers * x.written * cells[i] for x, i in zip(self.blocks, levels, strict=True))
         return rows * moved / policy.interval / (self.target.hbm_bandwidth * ATTAINED.memory)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
@@ -344,7 +355,8 @@ class Deployed:
         tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
         widest = max(self._widest(m, tokens) for m in self.matrices if m.use == "tokens")
         live = 2 * widest + tokens * (4 * self.width + scores * 4) + rows * vocab * 4
-        return Memory(weights, cache, _state_bytes(rows, vocab, plan.columns, self.config.loop), 2 * live)
+        state = _state_bytes(rows, vocab, sum(plan.level_columns), self.config.loop)
+        return Memory(weights, cache, state, 2 * live)
 
     def _widest(self, matrix: Matrix, tokens: int) -> int:
         """Activations of a device's tokens that a matrix produces; for experts, as many as a round has room for."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from inferlib.config import DeviceKind, EngineOptions, PoolSize
+from inferlib.models.cache_levels import layer_budgets, with_cache_levels
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.depth import depth_of
 from inferlib.models.key_turns import with_key_turns
@@ -187,6 +188,7 @@ class Option:
             "weights": self.deployed.weights,
             "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
             "cache_policy": self.deployed.cache_policy and str(self.deployed.cache_policy),
+            "layer_budgets": layer_budgets(self.deployed.config, self.deployed.cache_policy),
             "core": self.core,
             "batch": self.batch,
             "pool_tokens": self.pool_tokens,
@@ -280,7 +282,9 @@ def rank(
     if cache_policy is not None:
         taken: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, speculation=drafts and drafts.speculation)
         options = EngineOptions(max_len=workload.max_len, cache_policy=cache_policy, **taken)
-        options.resolve(DeviceKind(target.platform)).check_model(config)
+        resolved = options.resolve(DeviceKind(target.platform)).leveled(config)
+        resolved.check_model(config)
+        config, cache_policy = with_cache_levels(config, cache_policy), resolved.cache_policy
     settings: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, cache_policy=cache_policy, depth=workload.depth)
     every = [
         option

@@ -43,7 +43,7 @@ def attention_choices(
             continue
         choice = choose_attention(spec, operation, config.backend, scaled=block.scaled, packed=block.packed)
         if choice.name != "xla":
-            table = _array((config.rows, plan.columns), "int32") if block.paged else None
+            table = _array((config.rows, plan.columns_of(block.level)), "int32") if block.paged else None
             refusals = (sized for sized in choose(config, model, spec, block, table) if sized.reason)
             choice = next(refusals, choice)
             fallback = fallback or (choice if choice.reason else None)

@@ -3,6 +3,10 @@
 What stays is moved to the row's first cells, in order. From then on a row's cells are numbered as if it had no others,
 by `RowState.length`, and `RowState.dropped` says how far its positions are ahead of these numbers. Pages behind the
 budget may be another row's as soon as the program has run.
+
+Where layers keep more than those of level 0 (see `inferlib.models.cache_levels`), each level has its pages, and all
+that have more than their budget are compacted at once. `RowState.length` counts the cells of level 0, and
+`RowState.ahead` says how many more the others have.
 """
 
 from __future__ import annotations
@@ -31,26 +35,35 @@ class Keys(NamedTuple):
 
     arrays: how many arrays of cells the cache has, keys first. Behind them is the attention that cells got, if the
     policy needs it. size: that of a key, with which a cell of the first array begins. options: how queries weigh keys.
+    level: of the layers.
     """
 
     arrays: int
     size: int
     options: AttentionOptions
+    level: int = 0
 
     @staticmethod
     def of(spec: AttentionSpec, arrays: int) -> Keys:
-        return Keys(arrays, spec.cache_sizes[0], AttentionOptions(spec.scale, softcap=spec.softcap))
+        options = AttentionOptions(spec.scale, softcap=spec.softcap)
+        return Keys(arrays, spec.cache_sizes[0], options, spec.cache_level)
 
 
 class Compaction(NamedTuple):
     """policy: what stays. keys: of each block of layers that owns a cache. queries: the logical axes of each array of
     the newest queries, one for each of `keys` if the policy needs them. together: how many rows are compacted at once,
-    a divisor of the entries of a call."""
+    a divisor of the entries of a call. columns: how many of a row's pages are of each level; (): all are of one."""
 
     policy: CachePolicy
     keys: tuple[Keys, ...]
     queries: Names = ()
     together: int = 1
+    columns: tuple[int, ...] = ()
+
+    def pages_of(self, pages: jax.Array, level: int) -> jax.Array:
+        """The pages of a level, of all pages [G, M] of rows."""
+        first = sum(self.columns[:level])
+        return pages[:, first : first + self.columns[level]] if self.columns else pages
 
     @staticmethod
     def rows_together(platform: str, entries: int) -> int:
@@ -112,21 +125,32 @@ class _Rows(NamedTuple):
         length, pages, rows = state.length[row], state.pages[row], state.length.size
         due = (row < rows) & ((cells > 0) | (state.active[row] & (length >= policy.compacts_at)))
         count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, rows)
+        counts = count[:, None]  # of each level
+        if state.ahead is not None:
+            counts = counts + jnp.pad(state.ahead[row], ((0, 0), (1, 0)))
+        least, budgets = policy.budgets[0], jnp.array(policy.budgets, jnp.int32)
         rest, new = zip(cache, self.names, strict=True), []
         for number, keys in enumerate(self.how.keys):
-            block = [_Paged.of(*next(rest), pages) for _ in range(keys.arrays + policy.counts_mass)]
-            retained = self.retained(number, block, (row, count, count - 1 + state.dropped[row]))
-            new += [array.with_retained(retained, due) for array in block]
+            of_level, there = self.how.pages_of(pages, keys.level), counts[:, keys.level]
+            block = [_Paged.of(*next(rest), of_level) for _ in range(keys.arrays + policy.counts_mass)]
+            retained = self.retained(number, block, (row, there, count - 1 + state.dropped[row]))
+            over = due & (there > policy.budgets[keys.level])
+            new += [array.with_retained(retained, over) for array in block]
+        if state.ahead is not None:
+            ahead = jnp.minimum(counts, budgets)[:, 1:] - least
+            state = state._replace(ahead=state.ahead.at[at].set(ahead, mode="drop"))
+        assert state.dropped is not None
         state = state._replace(
-            length=state.length.at[at].min(policy.budget, mode="drop"),
-            dropped=state.dropped.at[at].add(count - policy.budget, mode="drop"),
+            length=state.length.at[at].min(least, mode="drop"),
+            dropped=state.dropped.at[at].add(count - least, mode="drop"),
         )
         return tuple(new), state
 
     def retained(self, number: int, block: list[_Paged], place: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         """The positions [G, L, K, C] that stay of a block's cells. place: each row, how many cells it has, and the
         position of the newest one, all [G]."""
-        policy, of = self.how.policy, self.how.keys[number]
+        of = self.how.keys[number]
+        policy = self.how.policy.of_level(of.level)
         mass = block[-1].cells[..., 0] if policy.counts_mass else None
 
         def of_row(keys: jax.Array, mass: jax.Array | None, row: jax.Array, count: jax.Array, position: jax.Array):

@@ -19,6 +19,7 @@ from inferlib.checkpoint.eagle3 import head_config
 from inferlib.checkpoint.mtp import mtp_names
 from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize
 from inferlib.models.abstract import abstract_model
+from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf, family_of
@@ -139,7 +140,7 @@ class Deployment:
 
     @property
     def model(self) -> ModelConfig:
-        return config_from_hf(dict(self.hf))
+        return with_cache_levels(config_from_hf(dict(self.hf)), policy_option(self.cache_policy))
 
     @property
     def draft_model(self) -> ModelConfig | None:

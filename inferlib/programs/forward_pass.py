@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from inferlib.attention_values import SharedPrefixes
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.batch import StepBatch, StepContext, last_of_chunks
+from inferlib.models.batch import CacheLevel, StepBatch, StepContext, last_of_chunks
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
@@ -94,15 +94,27 @@ class ForwardPass:
 
     def context_of_rows(self, rows: RowState, batch: StepBatch) -> StepContext:
         """A step of the model for a batch of these rows, with the pages of all."""
-        config = self.program.config
-        ctx = self.context(self.program.model.config, config.backend, rows.pages, batch)
+        config, columns = self.program.config, self.program.plan.columns
+        ctx = self.context(self.program.model.config, config.backend, rows.pages[:, :columns], batch)
         ctx = replace(ctx, adapters=rows.adapter, feature_layers=self.program.feature_layers)
-        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped)
+        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped, levels=self.levels(rows))
         if rows.depth is not None:
             ctx = replace(ctx, depths=Depths(rows.depth, rows.threshold, whole=config.counted))
         if config.attention_pages is not None:
             ctx = replace(ctx, selected=config.attention_pages.count)
         return ctx
+
+    def levels(self, rows: RowState) -> tuple[CacheLevel, ...]:
+        """The levels above 0 of these rows' caches, with the pages of all."""
+        program, made = self.program, []
+        first, *more = program.plan.level_columns
+        if rows.ahead is None:
+            return ()
+        for level, columns in enumerate(more, 1):
+            table, ahead = rows.pages[:, first : first + columns], rows.ahead[:, level - 1]
+            made.append(CacheLevel(table, ahead, program.config.limit_of(program.key.limit, level)))
+            first += columns
+        return tuple(made)
 
     def context(self, model: ModelConfig, backend: Backend, table: jax.Array, batch: StepBatch) -> StepContext:
         """A step of a model whose rows have these pages."""

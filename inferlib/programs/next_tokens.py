@@ -129,7 +129,7 @@ class NextTokens:
         if samples:
             # Prompts stay marked if they go on in the next step.
             counts = counts.at[rows].set(fresh.counts, mode="drop")
-        shared = dict.fromkeys(("counts", "pages", "history", "features", "core", *NUMBERS))
+        shared = dict.fromkeys(("counts", "pages", "history", "features", "core", "ahead", *NUMBERS))
         old, new = state._replace(**shared), fresh._replace(**shared)
         new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
         new = new._replace(**{name: getattr(state, name) for name in shared} | {"counts": counts}).not_begun(rows)

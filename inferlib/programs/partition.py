@@ -28,6 +28,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
         features=drafter is not None and bool(drafter.feature_layers),
         first=drafter is not None and drafter.defers,
         dropped=config.compacted is not None,
+        ahead=len(config.bounds) > 1,
         **of_loop(model.config.loop),
         **dict.fromkeys(("taken", "core"), bool(config.depthwise_batching)),
     )

@@ -300,10 +300,10 @@ class ProgramSet:
         history = 0 if config.speculation is None else self.plan.max_len
         if config.speculation is not None and drafter is not None and drafter.feature_layers:
             features = 1 + config.speculation.tokens, drafter.model.config.dim, drafter.model.dtype.name
-        sizes = config.max_batch, self.model.layout.vocab, self.plan.columns
+        sizes = config.max_batch, self.model.layout.vocab, sum(self.plan.level_columns)
         numbers = tuple(name for name in NUMBERS if getattr(self.state_axes, name) is not None)
         core = (self.model.config.dim, self.model.dtype.name) if self.state_axes.core is not None else None
-        return (*sizes, history, features, numbers, core)
+        return (*sizes, history, features, numbers, core, len(self.plan.level_columns) - 1)
 
     @property
     def state_axes(self) -> Any:
@@ -382,7 +382,7 @@ class ProgramSet:
         keys = tuple(Keys.of(mixer, len(arrays) - beside) for arrays, mixer in owners)
         entries, place = self._changes(Compact), None
         together = Compaction.rows_together(self.config.platform, entries.shape[0] // shards.replicas)
-        how = Compaction(policy, keys, of_queries, together)
+        how = Compaction(policy, keys, of_queries, together, self.plan.level_columns)
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
         return prepared(compact_rows, (shards, names, how), (taken, self.state), queries, entries, place=place)

@@ -26,6 +26,8 @@ class RowState(NamedTuple):
     features [R, C, D], first [R]: what a model that drafts has yet to run, if it defers, see `Pending`; the former only
     if it reads hidden states.
     dropped [R]: positions before a row's last cell that its cache no longer has, if caches are compacted; else None.
+    ahead [R, N]: how many cells more than `length` a row has in layers of each level above 0, if there are any; else
+    None (see `inferlib.models.cache_levels`). The pages of these levels follow in `pages`.
     depth [R]: how many steps of a loop's core the row takes, 0 for all, which `row_changes` alone changes; None of
     models that repeat no layers. threshold [R]: by what its tokens leave earlier, see `Depth`, likewise; None of models
     whose tokens do not.
@@ -52,6 +54,7 @@ class RowState(NamedTuple):
     threshold: jax.Array | None = None
     taken: jax.Array | None = None
     core: jax.Array | None = None
+    ahead: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -62,9 +65,11 @@ class RowState(NamedTuple):
         features: tuple[int, int, str] | None = None,
         numbers: tuple[str, ...] = (),
         core: tuple[int, str] | None = None,
+        levels: int = 0,
     ) -> RowState:
         """history: how many positions that has; 0: there is none. features: C, D and the dtype, if there are some.
-        numbers: which of `NUMBERS` there are. core: D and the dtype, if there is one."""
+        numbers: which of `NUMBERS` there are. core: D and the dtype, if there is one.
+        levels: N."""
 
         def vector():
             return jnp.zeros((rows,), jnp.int32)
@@ -83,6 +88,7 @@ class RowState(NamedTuple):
             history=jnp.zeros((rows, history), jnp.int32) if history else None,
             features=None if features is None else jnp.zeros((rows, *features[:2]), features[2]),
             core=None if core is None else jnp.zeros((rows, 2, core[0]), core[1]),
+            ahead=jnp.zeros((rows, levels), jnp.int32) if levels else None,
             **{name: vector() for name in numbers},
         )
 
@@ -109,7 +115,8 @@ class RowState(NamedTuple):
         if self.dropped is None:
             return self
         rows = jnp.where(first, rows, self.dropped.size)
-        return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"))
+        ahead = None if self.ahead is None else self.ahead.at[rows].set(0, mode="drop")
+        return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"), ahead=ahead)
 
     def not_begun(self, rows: jax.Array) -> RowState:
         """The state in which the last tokens of rows [P] are in no loop's core."""
@@ -134,7 +141,7 @@ _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
     [
         *[*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2],
-        *[_ROW, *_PENDING, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None, None)],
+        *[_ROW, *_PENDING, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None, None), (axes.ROWS, None)],
     ]
 )
 

@@ -124,11 +124,12 @@ class Attention(nnx.Module):
 
     def attended(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         """What the output projection takes, [T, K, G, h], and the cache."""
-        if self.fuses(ctx, cache):
-            out, cache = self.attend_fused(self.project_partially(x, ctx), cache, ctx)
+        cells = ctx.of_level(self.spec.cache_level)
+        if self.fuses(cells, cache):
+            out, cache = self.attend_fused(self.project_partially(x, ctx), cache, cells)
         else:
             q, new = self.project(x, ctx)
-            out, cache = self.attend(q, new, cache, ctx)
+            out, cache = self.attend(q, new, cache, cells)
         if self.spec.gate is not None:
             out = self.gated(self.spec.gate, out, x, ctx)
         return out, cache

@@ -19,7 +19,7 @@ from inferlib.cli import app
 from inferlib.config import DeviceKind, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
-from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, LayerSpec, LoopSpec, MlpSpec, ModelConfig
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
@@ -49,6 +49,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama h2o": {"cache_policy": f"h2o:{BUDGET}:{INTERVAL}"},
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},
     "llama snapkv": {"cache_policy": f"snapkv:{BUDGET}:{INTERVAL}"},
+    # Levels of 16 and 48 positions.
+    "llama pyramidkv": {"cache_policy": f"pyramidkv:{2 * BUDGET}:{INTERVAL}", "page_size": 8},
+    "llama mesh pyramidkv": {
+        "cache_policy": f"pyramidkv:{2 * BUDGET}:{INTERVAL}",
+        "page_size": 8,
+        "scan": True,
+        "parallel": "dp=2,tp=2",
+        **FOUR_ROWS,
+    },
+    "gemma3n_text pyramidkv": {"cache_policy": f"pyramidkv:{2 * BUDGET}:{INTERVAL}", "page_size": 8, **FOUR_ROWS},
     "llama scan morphkv": {"scan": True, "cache_policy": f"morphkv:{BUDGET}:{INTERVAL}"},
     # Layers that read the cache of another.
     "gemma3n_text": {"cache_policy": f"sagekv:{BUDGET}:{INTERVAL}", **FOUR_ROWS},
@@ -61,7 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("llama", "llama scan", "llama h2o", "llama snapkv")
+QUICK = ("llama", "llama scan", "llama h2o", "llama snapkv", "llama pyramidkv")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +87,11 @@ def bounded(checkpoint):
 
 
 def free_pages(engine: Engine) -> list[int]:
-    return [pages.free for pages in engine.scheduler.pages]
+    """Of each replica, in layers of each level."""
+    counts = []
+    for pages in engine.scheduler.pages:
+        counts += [pages.free, *(pool.free for pool in (pages.levels.pools if pages.levels else ()))]
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,7 @@ def run_until(engine: Engine, s: Sequence, count: int) -> None:
 def keys_of(engine: Engine, s: Sequence) -> np.ndarray:
     """The keys [K, P, h] of a row's cells in the first layer, where they depend on a token and its position alone."""
     keys = np.asarray(engine.plan.view(engine.cache)[0].arrays[0])
-    return np.concatenate([keys[page] for page in s.pages], axis=1)
+    return np.concatenate([keys[page] for page in (s.level_pages or [s.pages])[-1]], axis=1)
 
 
 def queries_behind(engine: Engine, tokens: list[int], heads: int, size: int) -> np.ndarray:
@@ -122,21 +136,24 @@ def queries_behind(engine: Engine, tokens: list[int], heads: int, size: int) -> 
     return queries[:, places].reshape(heads, len(places), -1, size)
 
 
-def retained_by_hand(keys: np.ndarray, prompt: int, choose: Callable[[list[list[int]]], list[list[int]]]) -> list:
+def retained_by_hand(
+    keys: np.ndarray, prompt: int, budget: int, choose: Callable[[list[list[int]]], list[list[int]]]
+) -> list:
     """Which of the positions of each head's keys [K, n, h] its cache has, all dispatches done that come before the
-    next. choose: those that stay of each head's."""
+    next. choose: those that stay of each head's, `budget` of more. Layers that keep BUDGET decide when."""
     retained: list[list[int]] = [[] for _ in keys]
+    fewest = 0  # cells in these layers
     for position in range(keys.shape[1]):
-        retained = [[*head, position] for head in retained]
-        within = position + 1 < prompt
-        if len(retained[0]) >= BUDGET + (TILE if within else INTERVAL) and (within or position + 1 >= prompt):
-            retained = choose(retained)
+        retained, fewest = [[*head, position] for head in retained], fewest + 1
+        if fewest >= BUDGET + (TILE if position + 1 < prompt else INTERVAL):
+            retained, fewest = choose(retained) if len(retained[0]) > budget else retained, BUDGET
     return retained
 
 
 def chosen_by_hand(llm: LLM, other: Engine, keys: np.ndarray, tokens: list[int]) -> Callable[[list], list]:
     """What chooses of each head's positions, of all keys [K, n, h] of these tokens."""
     policy, spec = llm.engine.config.cache_policy, llm.engine.model.config.layers[0].attention
+    budget = policy.budgets[-1]  # of the first layer
 
     def choose(heads: list[list[int]]) -> list[list[int]]:
         cells = np.stack([of_head[at] for of_head, at in zip(keys, heads, strict=True)])
@@ -144,7 +161,7 @@ def chosen_by_hand(llm: LLM, other: Engine, keys: np.ndarray, tokens: list[int])
         if policy.queries:
             queries = queries_behind(other, tokens[: heads[0][-1] + 1], spec.kv_heads, spec.head_dim)
         row = Row(cells, cells[..., 0], queries, spec.scale)
-        stay = [by_the_paper(policy.method, row, head, BUDGET, INTERVAL) for head in range(len(heads))]
+        stay = [by_the_paper(policy.method, row, head, budget, INTERVAL) for head in range(len(heads))]
         return [[at[i] for i in which] for at, which in zip(heads, stay, strict=True)]
 
     return choose
@@ -152,12 +169,15 @@ def chosen_by_hand(llm: LLM, other: Engine, keys: np.ndarray, tokens: list[int])
 
 @pytest.mark.parametrize(
     ("kind", "prompt"),
-    [("llama", prompt) for prompt in PROMPTS[-5:]] + [("llama snapkv", PROMPTS[-2]), ("llama tova", PROMPTS[-2])],
+    [("llama", prompt) for prompt in PROMPTS[-5:]]
+    + [("llama snapkv", PROMPTS[-2]), ("llama tova", PROMPTS[-2])]
+    + [("llama pyramidkv", PROMPTS[-4]), ("llama pyramidkv", PROMPTS[-1])],
     ids=lambda x: x if isinstance(x, str) else str(len(x)),
 )
 def test_a_row_has_the_cells_that_its_policy_keeps(kind, prompt, bounded, llama):
     """Each KV head has its own, in the order of their positions. A row gives back the pages that it needs no more."""
     llm = bounded(kind)
+    budget = llm.engine.config.compacted.budgets[-1]  # of the first layer
     engines = [new_engine(x, in_flight=1) for x in (llm, llm, llama)]
     with engines[0] as engine, engines[1] as other, engines[2] as unbounded:
         s, retained = sequence(prompt, 20), []
@@ -170,13 +190,19 @@ def test_a_row_has_the_cells_that_its_policy_keeps(kind, prompt, bounded, llama)
             cells = int(engine.state.length[s.row])
             if cells == BUDGET + INTERVAL:
                 continue  # compacted before the next dispatch
-            retained = retained_by_hand(expected, len(prompt), chosen_by_hand(llm, other, expected, tokens))
-            assert cells == len(retained[0]) < len(tokens)
+            retained = retained_by_hand(expected, len(prompt), budget, chosen_by_hand(llm, other, expected, tokens))
+            assert cells < len(tokens)
             assert int(engine.state.dropped[s.row]) == len(tokens) - cells
+            cells += 0 if engine.state.ahead is None else int(engine.state.ahead[s.row, -1])
+            assert cells == len(retained[0])
             for head, positions in enumerate(retained):
                 np.testing.assert_allclose(cells_of_row[head, :cells], expected[head, positions], rtol=0, atol=1e-5)
-        assert (retained[0] == retained[1]) == ("tova" in kind)
-        assert len(s.pages) == -(-(BUDGET + INTERVAL) // engine.plan.page)
+        everything = retained[0] == list(range(len(retained[0])))
+        assert (retained[0] == retained[1]) == ("tova" in kind or everything)
+        page = engine.plan.page
+        assert len(s.pages) == -(-(BUDGET + INTERVAL) // page)
+        most = min(budget + INTERVAL, len(prompt) + 19)
+        assert [len(x) for x in s.level_pages] == [-(-most // page)] * (budget > BUDGET)
         engine.cancel(s)
 
 
@@ -199,8 +225,8 @@ def test_attention_is_counted_as_it_is_computed(bounded):
 
 def test_what_is_not_compacted_is_what_it_would_be(checkpoint):
     """Log-probabilities are those of a cache that keeps all until a row is compacted; bit by bit if none ever is."""
-    path, buckets = checkpoint("llama", num_hidden_layers=1), Buckets((16,), (1,), (96,))
-    some, whole, every = (build_llm(path, buckets, cache_policy=x) for x in (POLICY, None, "keydiff:96"))
+    path, buckets = checkpoint("llama"), Buckets((16,), (1,), (96,))
+    some, whole, every = (build_llm(path, buckets, cache_policy=x) for x in (POLICY, None, "pyramidkv:96"))
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
     outputs = [llm.generate([PROMPTS[0]], params)[0].outputs[0] for llm in (some, whole, every)]
     bounded, expected, of_every = (
@@ -209,6 +235,7 @@ def test_what_is_not_compacted_is_what_it_would_be(checkpoint):
     )
     assert of_every == expected
     assert every.no_prefix_caching is None  # no row is ever compacted
+    assert resolve(cache_policy="keydiff:512").compacted is None
     same = BUDGET + INTERVAL + 1 - len(PROMPTS[0])
     np.testing.assert_allclose(bounded[:same], expected[:same], rtol=0, atol=1e-6)
     assert not np.allclose(bounded[same:], expected[same:], rtol=0, atol=1e-4)
@@ -243,11 +270,13 @@ def test_rows_wait_for_all_pages_that_they_will_need(bounded):
         assert free_pages(engine) == [9]
 
 
-def test_traffic_changes_no_row(bounded):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("llama pyramidkv", marks=pytest.mark.slow)])
+def test_traffic_changes_no_row(kind, bounded):
     """Requests that come, stream and are cancelled at random, with few pages; and some are preempted by priority."""
-    draw, llm = random.Random(1), bounded("llama")
+    draw, llm = random.Random(1), bounded(kind)
     expected = tokens_of(llm, PROMPTS, GREEDY)
     with new_engine(llm, pages=9) as engine:
+        free = free_pages(engine)
         sequences = [sequence(p, 20, priority=draw.choice([0, 0, 0, -1])) for p in PROMPTS * 2]
         waiting, cancelled = list(sequences), set()
         for _ in range(2000):
@@ -264,7 +293,7 @@ def test_traffic_changes_no_row(bounded):
         assert len(whole) > 15
         assert all(len(tokens) == 20 for tokens, _ in whole)
         assert sum(tokens != alone for tokens, alone in whole) <= engine.scheduler.preemptions < 8
-        assert free_pages(engine) == [9]
+        assert free_pages(engine) == free
 
 
 def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
@@ -279,6 +308,7 @@ def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
         ({"cache_policy": "keydiff"}, "cache_policy is text such as 'keydiff:2048'"),
         ({"cache_policy": "keydiff:32"}, "budget is 37 or more"),
         ({"cache_policy": "keydiff:100"}, "keeps a multiple of 32 positions.*take 128"),
+        ({"cache_policy": "pyramidkv:100"}, "keeps a multiple of 32 positions.*take 128"),
         ({"parallel": "cp=2"}, "leave cp out of parallel"),
         ({"platform": "neuron"}, "does not run on Trainium"),
         ({"kv_cache_dtype": "int8"}, "does not work with kv_cache_dtype yet"),
@@ -304,6 +334,22 @@ def test_models_that_cannot():
     resolve(cache_policy="h2o:128").check_model(model)
     with pytest.raises(ConfigurationError, match="without the learned sinks that layer 0 of this model has"):
         resolve(cache_policy="snapkv:128").check_model(model)
+    pyramid = "pyramidkv:128"
+    no_window = dataclasses.replace(attention, window=None)
+    one = dataclasses.replace(model, layers=(LayerSpec(no_window, MlpSpec(hidden=2)),))
+    two, three = (dataclasses.replace(one, layers=one.layers * count) for count in (2, 3))
+    looped = dataclasses.replace(three, loop=LoopSpec(1, 2, 2, "add", "final_norm"))
+    for broken, message in (
+        (one, "has only one layer with a cache: take 'snapkv:128'"),
+        (looped, "repeats layers, each time with other cells"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            resolve(cache_policy=pyramid).leveled(broken)
+    with pytest.raises(ConfigurationError, match="give `resolve` the model"):
+        resolve(cache_policy=pyramid).check_model(two)
+    with pytest.raises(ConfigurationError, match=r"the same of all 2 layers.* multiples of 32 .*'snapkv:64'"):
+        resolve(cache_policy="pyramidkv:64").leveled(two)
+    assert resolve(cache_policy=pyramid).leveled(two).compacted.budgets == (64, 192)
     assert not resolve("gpu").cascade
     shape, split = configs.load("llama3-8b"), Parallelism.parse("tp=16")
     with pytest.raises(ConfigurationError, match="lower tp, or take a policy by keys"):
@@ -314,10 +360,14 @@ def test_plans_commands_and_artifacts_know_them():
     """A row of 2048 positions keeps 512, and while its prompt is prefilled 512 more."""
     shown = [
         json.loads(CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)
-        for more in ([], ["--cache-policy", "keydiff:512"])
+        for more in ([], *(["--cache-policy", f"{name}:512"] for name in ("keydiff", "snapkv", "pyramidkv")))
     ]
     each = [facts["cache_bytes"]["bfloat16"]["per_sequence"] for facts in shown]
     assert each[1] == each[0] // 2
+    assert each[2] == each[3]
+    levels = [shown[3]["layer_budgets"][str(layer)] for layer in (0, 8, 16, 24)]
+    assert levels == [896, 640, 384, 128]
+    assert shown[2]["layer_budgets"] == {}
     assert shown[1]["cache_policy"] == "keydiff:512"
     made = Deployment(configs.load("llama3-8b"), "cpu", "bfloat16", Buckets((16,), (2,), (256, 4096)), page_size=64)
     bounded = dataclasses.replace(made, cache_policy="keydiff:512:64")

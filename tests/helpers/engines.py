@@ -46,12 +46,15 @@ def assert_accounted(engine: Engine) -> None:
             assert not any(alone[: s.hit // pages.page if pages.snapshots else len(s.nodes)])
             taken += [page for page, untaken in zip(s.pages, alone, strict=True) if untaken]
         assert sorted([*taken, *(node.page for node in nodes), *pages.pool._free]) == list(range(pages.pool.count))
+        for level, pool in enumerate(pages.levels.pools if pages.levels else ()):
+            of_level = [page for s in running for page in s.level_pages[level]]
+            assert sorted([*of_level, *pool._free]) == list(range(pool.count))
         uses = Counter(node for s in running for node in s.nodes)
         assert all(node.references == uses[node] for node in nodes)
         assert pages.free == len(pages.pool._free) + sum(not node.references for node in nodes)
         if pages.snapshots is not None:
             assert_snapshots(pages.snapshots, nodes, [x for s in running for x in s.snapshots])
-    assert all(s.row < 0 and not s.pages for s in scheduler.waiting)
+    assert all(s.row < 0 and not s.pages and not s.level_pages for s in scheduler.waiting)
 
 
 def assert_snapshots(snapshots: Snapshots, nodes: list[Node], expected: list[Snapshot]) -> None:

@@ -42,11 +42,13 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
             masks.append(np.any([_entries(engine, block, spec, engine.plan.rows, x) for x in of_rows], axis=0))
             continue
         devices, slots = engine.config.shards.size(axes.POSITIONS), block.slots
-        mask = np.zeros((engine.plan.pages, slots), bool)
+        replicas = engine.config.shards.replicas
+        mask = np.zeros((engine.plan.pages_of(block.level, replicas), slots), bool)
         slots //= devices
         for row, stop in lengths.items():
+            stop += cells_ahead(engine, row, block.level)
             number, device = np.divmod(np.arange(stop), devices)
-            mask[pages_of(engine, row)[number // slots], device * slots + number % slots] = True
+            mask[pages_of(engine, row, block.level)[number // slots], device * slots + number % slots] = True
         for page, count in cached_pages(engine):
             number, device = np.divmod(np.arange(count), devices)
             mask[page, device * slots + number] = True
@@ -109,11 +111,17 @@ def snapshots_of(engine: Engine) -> tuple[dict[int, tuple[int, int]], list[tuple
     return saved, [(row, number) for row, number in saves if number in saved], restored
 
 
-def pages_of(engine: Engine, row: int) -> np.ndarray:
-    """A row's pages among those of all replicas."""
-    replica = row // engine.config.rows
-    first = replica * engine.plan.pages // engine.config.shards.replicas
-    return first + np.array(engine.scheduler.running[row].pages, int)
+def pages_of(engine: Engine, row: int, level: int = 0) -> np.ndarray:
+    """A row's pages in a level among those of all replicas."""
+    replica, replicas, s = row // engine.config.rows, engine.config.shards.replicas, engine.scheduler.running[row]
+    first = replica * engine.plan.pages_of(level, replicas) // replicas
+    return first + np.array(s.level_pages[level - 1] if level else s.pages, int)
+
+
+def cells_ahead(engine: Engine, row: int, level: int) -> int:
+    """How many cells more a row has in a level than in level 0: while it is prefilled, once it was compacted."""
+    s, ahead = engine.scheduler.running[row], engine.state.ahead
+    return int(ahead[row, level - 1]) if level and ahead is not None and s.prefilled else 0
 
 
 def cached_pages(engine: Engine) -> Iterator[tuple[int, int]]:
@@ -147,6 +155,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(first=huge)
     if engine.state.dropped is not None:
         garbage = garbage._replace(dropped=huge)
+    if engine.state.ahead is not None:
+        garbage = garbage._replace(ahead=huge)
     if engine.state.depth is not None:
         garbage = garbage._replace(depth=huge)
     if engine.state.threshold is not None:
@@ -162,6 +172,9 @@ def poison(engine: Engine) -> float:
     granted = np.zeros(engine.state.pages.shape, bool)
     for row, s in engine.scheduler.running.items():
         granted[row, : len(s.pages)] = True
+        for level, of_level in enumerate(s.level_pages, 1):
+            first = sum(engine.plan.level_columns[:level])
+            granted[row, first : first + len(of_level)] = True
     pages = _where(granted, engine.state.pages, huge)
     if engine.state.history is not None:
         state = state._replace(history=_where(running[:, None], engine.state.history, huge))
@@ -169,6 +182,8 @@ def poison(engine: Engine) -> float:
         state = state._replace(adapter=_where(running, engine.state.adapter, huge))
     if engine.state.dropped is not None:
         state = state._replace(dropped=_where(running, engine.state.dropped, huge))
+    if engine.state.ahead is not None:
+        state = state._replace(ahead=_where(running[:, None], engine.state.ahead, huge))
     if engine.state.depth is not None:
         state = state._replace(depth=_where(running, engine.state.depth, huge))
     if engine.state.threshold is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,15 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions
+from inferlib.models.cache_levels import (
+    budgets_text,
+    layer_budgets,
+    level_budgets,
+    level_sizes,
+    pyramid,
+    with_cache_levels,
+)
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, retained_positions
 from inferlib.ops.recent_queries import recent_weights, write_queries
@@ -83,7 +93,8 @@ def morphkv(row: Row, head: int, interval: int) -> list[float]:
     return list(row.weights(head).sum(axis=(0, 1)))
 
 
-ORACLES = {f.__name__: f for f in (streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv)}
+ORACLES: dict[str, Any] = {f.__name__: f for f in (streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv)}
+ORACLES["pyramidkv"] = snapkv  # with another budget for each layer
 
 
 def by_the_paper(method: str, row: Row, head: int, budget: int, interval: int) -> list[int]:
@@ -144,6 +155,67 @@ def test_keeps_what_the_paper_keeps(method):
             for head in range(HEADS):
                 expected = by_the_paper(method, row, head, BUDGET, INTERVAL)
                 assert positions[head].tolist() == expected, (kind, count, head)
+
+
+def pyramid_by_the_paper(budget: int, window: int, layers: int, length: int) -> list[int]:
+    """What each layer keeps of a prompt, the lowest first, in whole numbers as its authors' code has them: the mean
+    beside the window, from which budgets fall by equal steps to a twentieth of it. None is more than the prompt."""
+    mean = budget - window
+    fewest = mean // 20
+    most = mean * 2 - fewest
+    if most >= length - window:
+        most = length - window
+        fewest = mean * 2 - most
+    step = (most - fewest) // (layers - 1)
+    return [most - i * step + window for i in range(layers)]
+
+
+@pytest.mark.parametrize(("layers", "most"), [(2, 4096), (3, 4096), (7, 4096), (30, 4096), (32, 1 << 20), (80, 2600)])
+def test_budgets_fall_as_in_the_paper(layers, most):
+    """Levels have the mean of their layers' budgets but for rounding, and the total is that of equal budgets."""
+    policy, unit = CachePolicy("pyramidkv", 2048), 128
+    expected = pyramid_by_the_paper(2048, 32, layers, most)
+    np.testing.assert_allclose(pyramid(policy, layers, most)[::-1], expected, rtol=0, atol=layers)
+    sizes, budgets = level_sizes(layers), level_budgets(policy, layers, unit, most)
+    assert sum(sizes) == layers
+    assert len(sizes) == len(budgets) <= 4
+    assert sum(size * budget for size, budget in zip(sizes, budgets, strict=True)) == 2048 * layers
+    at = 0
+    for size, budget in zip(sizes, budgets, strict=True):
+        assert budget % unit == 0
+        assert abs(budget - np.mean(expected[::-1][at : at + size])) <= unit / 2 + layers
+        at += size
+    assert list(budgets) == sorted(set(budgets))
+    assert set(level_budgets(policy, layers, unit, 2048)) == {2048}  # all that there is
+
+
+@pytest.mark.slow
+def test_budgets_are_those_of_kvpress():
+    """Which does not count the newest positions among them, and takes a share of the prompt for the mean."""
+    presses = pytest.importorskip("kvpress", reason="needs kvpress and what it imports: pip install --no-deps kvpress")
+    policy, layers = CachePolicy("pyramidkv", 2048), 32
+    for length in (3000, 4096, 32768):
+        press = presses.PyramidKVPress(1 - (policy.budget - policy.interval) / length, window_size=policy.interval)
+        config = SimpleNamespace(num_hidden_layers=layers)
+        modules = [SimpleNamespace(config=config, layer_idx=number) for number in range(layers)]
+        expected = [press.get_layer_budget(module, length) + policy.interval for module in modules]
+        np.testing.assert_allclose(pyramid(policy, layers, length)[::-1], expected, rtol=0, atol=0.51)
+
+
+def test_layers_are_in_levels():
+    """Lower layers in higher ones; and those that read the cache of another with that."""
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=2, scale=1.0, rope=None)
+    mixers = [attention] * 8 + [replace(attention, cache_of=number) for number in (7, 0)]
+    layers = tuple(LayerSpec(mixer, MlpSpec(hidden=2)) for mixer in mixers)
+    model = ModelConfig("test", vocab=8, dim=2, layers=layers, context=4096)
+    assert with_cache_levels(model, CachePolicy("snapkv", 256)) is model
+    policy = replace(CachePolicy("pyramidkv", 256), levels=(64, 192, 320, 448))
+    leveled = with_cache_levels(model, policy)
+    assert [layer.attention.cache_level for layer in leveled.layers] == [3, 3, 2, 2, 1, 1, 0, 0, 0, 3]
+    budgets = layer_budgets(leveled, policy)
+    assert list(budgets.values()) == [448, 448, 320, 320, 192, 192, 64, 64]
+    assert budgets_text(budgets).startswith("448 in layers 0 to 1, 320 in")
+    assert layer_budgets(model, CachePolicy("snapkv", 256)) == {}
 
 
 @pytest.mark.slow
@@ -229,7 +301,7 @@ def test_options():
         assert CachePolicy.read(CachePolicy.read(text)) == CachePolicy.read(text)
     wrong = {
         "text such as 'keydiff:2048'": ["keydiff", "keydiff:", "keydiff:-3", "keydiff:2.5", "", 64, True, ["knorm:64"]],
-        "has the methods streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv": ["newest:64"],
+        "has the methods streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv, pyramidkv": ["newest:64"],
         "budget is 37 or more, got 36": ["keydiff:36"],
         "budget is 13 or more, got 12": ["keydiff:12:8"],
         "after 1 position or more": ["keydiff:64:0"],

@@ -202,7 +202,7 @@ def run(*arguments: str):
 
 def test_bounded_caches_take_less_and_are_read_faster():
     """A row of 8,192 positions keeps 2,048, and while its prompt is prefilled 1,024 more."""
-    work, policies = Workload(7168, 1024, 64), ("keydiff:2048", "h2o:2048", "snapkv:2048")
+    work, policies = Workload(7168, 1024, 64), ("keydiff:2048", "h2o:2048", "snapkv:2048", "pyramidkv:2048")
     results = {None: ranking("llama3-8b", "v5p:2x2x1", work, quantizations=(None,))}
     for name in policies:
         options = dict(quantizations=(None,), cache_policy=CachePolicy.read(name))
@@ -216,9 +216,17 @@ def test_bounded_caches_take_less_and_are_read_faster():
     assert full.compaction == 0
     assert best["h2o:2048"].decode.seconds > keydiff.decode.seconds  # keys are read twice
     assert best["snapkv:2048"].memory.cache - keydiff.memory.cache == 64 * 32 * 32 * 4096 * 2 // 4  # queries
+    snapkv, pyramid = best["snapkv:2048"], best["pyramidkv:2048"]
+    assert pyramid.memory.cache == snapkv.memory.cache
+    assert pyramid.decode.seconds == pytest.approx(snapkv.decode.seconds)
+    assert pyramid.compaction == pytest.approx(snapkv.compaction)
+    assert [pyramid.facts()["layer_budgets"][layer] for layer in (0, 8, 16, 24)] == [3584, 2560, 1536, 512]
+    levels = deployment(configs.load("llama3-8b"), pyramid).planned().plan
+    assert levels.bounds == (1536, 2560, 3584, 4608)
+    assert levels.arrays[0].shape[1] == levels.pages * 3  # of the lowest layers
     made = deployment(configs.load("llama3-8b"), keydiff)
     assert made.cache_policy == "keydiff:2048"
-    assert made.planned().plan.bound == 2048 + 1024
+    assert made.planned().plan.bounds == (2048 + 1024,)
     assert {o.deployed.parallel.sequence for o in results["keydiff:2048"].options} == {1}
     assert {o.deployed.parallel.sequence for o in results[None].options} > {1}
 
