@@ -51,8 +51,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama snapkv": {"cache_policy": f"snapkv:{BUDGET}:{INTERVAL}"},
     # Levels of 16 and 48 positions.
     "llama pyramidkv": {"cache_policy": f"pyramidkv:{2 * BUDGET}:{INTERVAL}", "page_size": 8},
+    # Levels of 16, 40 and 64 positions, of one, three and one layer.
     "llama mesh pyramidkv": {
-        "cache_policy": f"pyramidkv:{2 * BUDGET}:{INTERVAL}",
+        "num_hidden_layers": 5,
+        "cache_policy": "pyramidkv:40:4",
         "page_size": 8,
         "scan": True,
         "parallel": "dp=2,tp=2",
@@ -81,7 +83,8 @@ def bounded(checkpoint):
     @functools.cache
     def build(kind: str) -> LLM:
         options = {"buckets": BUCKETS, "cache_policy": POLICY, "decode_steps": 4, **KINDS[kind]}
-        return build_llm(checkpoint(kind.split()[0]), **options)
+        layers = {name: options.pop(name) for name in ("num_hidden_layers",) if name in options}
+        return build_llm(checkpoint(kind.split()[0], **layers), **options)
 
     return build
 
