@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from inferlib.models.config import AttentionSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
-from inferlib.models.layers.moe import Experts
+from inferlib.models.layers.moe import Experts, Moe
 from inferlib.ops.grouped_gradients import grouped_matmul_with_gradients
 
 
@@ -83,10 +84,25 @@ def has_gradients(loss: Callable[..., jax.Array], *shapes: Any) -> bool:
 
 
 def take_gradients_of_experts(decoder: Decoder) -> None:
-    """Let experts multiply by products that have gradients."""
+    """Let experts multiply by products that have gradients, and be computed again for these: else each of a token's
+    experts would leave its activations in memory."""
     for _, module in nnx.iter_modules(decoder):
         if isinstance(module, Experts):
             module.multiply = grouped_matmul_with_gradients
+        if isinstance(module, Moe):
+            module.weighted_sum = partial(_computed_again, module.weighted_sum)
+
+
+def _computed_again(
+    weighted_sum: Callable[..., jax.Array],
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    ctx: StepContext,
+    layer: jax.Array | None,
+) -> jax.Array:
+    """`Moe.weighted_sum`, of which memory keeps the inputs alone."""
+    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, ctx, layer))(x, experts, weights)
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

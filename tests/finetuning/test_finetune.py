@@ -229,6 +229,20 @@ def test_experts_and_their_router_learn(quantized_experts, texts, tmp_path):
     assert LLM(tmp_path / "out", max_len=32).generate("alpha")[0].outputs[0].token_ids
 
 
+def test_memory_keeps_nothing_of_each_choice_of_a_token(experts):
+    """What the gradients' pass takes from the pass before it."""
+    config = ModelFiles.open(experts).config
+    model = abstract_model(config, "float32")
+    weights = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs]
+    tokens = jax.ShapeDtypeStruct((2, 50), jnp.int32)
+    back = jax.eval_shape(
+        lambda weights, t: jax.vjp(lambda w: hidden_states(model, w, t)[1], weights)[1], weights, tokens
+    )
+    saved = {leaf.shape[0] for leaf in jax.tree.leaves(back) if leaf.ndim > 1}
+    assert 100 in saved
+    assert 100 * config.mixtures[0].router.chosen not in saved
+
+
 # ---- recurrent layers
 
 
