@@ -29,9 +29,11 @@ from inferlib.buckets import Buckets
 from inferlib.checkpoint.source import CheckpointError, read_json
 from inferlib.inspection.outcome import Outcome
 from inferlib.locks import locked
+from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config
 from inferlib.models.quantization import Quantization
+from inferlib.option_checks import policy_option
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.programs.deployment import Deployment, layout_from_json, versions
 from inferlib.programs.keys import ProgramKey
@@ -136,7 +138,8 @@ class Artifacts:
         self._must_match("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
             self._must_match(f"version of {name}", self.manifest["versions"].get(name), version)
-        models = [("model", made.model, model), ("draft", made.draft_model or made.draft_head, draft)]
+        leveled = with_cache_levels(model, policy_option(made.cache_policy))
+        models = [("model", made.model, leveled), ("draft", made.draft_model or made.draft_head, draft)]
         for name, one, other in models:
             if one is None or other is None:
                 continue

@@ -80,6 +80,24 @@ def deployment_of(model: Path, **changes) -> Deployment:
     return replace(made, **changes)
 
 
+@pytest.mark.slow
+def test_layers_with_budgets_of_their_own(tmp_path):
+    """The programs of a model whose layers keep 16 and 48 positions."""
+    model, folder, policy = make_model(tmp_path / "model", layers=2), tmp_path / "artifacts", "pyramidkv:32:4"
+    result = CliRunner().invoke(
+        app, ["compile", str(model), *BUCKETS, "--modes", "greedy", "--out", str(folder), "--cache-policy", policy]
+    )
+    assert result.exit_code == 0, result.output
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    there = LLM(model, artifacts=folder, progress=False)
+    sizes = {"max_batch": 2, "max_len": 64, "buckets": Buckets((16,), (2,), (64,))}
+    here = LLM(model, cache_policy=policy, progress=False, **sizes)
+    assert there.config.compacted.budgets == here.config.compacted.budgets == (16, 48)
+    made, expected = (llm.generate(["to be, or not to be"], greedy)[0].outputs[0].token_ids for llm in (there, here))
+    assert made == expected
+    assert not there.stats.program_misses
+
+
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_another_process_runs_what_was_compiled_and_compiles_nothing(model, folder, tmp_path, target):
     if target == "cuda":
