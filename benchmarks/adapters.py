@@ -37,6 +37,7 @@ from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.programs.counter import compilations
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -88,7 +89,7 @@ def build(hf: dict[str, Any], args: argparse.Namespace, weights: tuple[jax.Array
     quantization = args.quantization and Quantization.named(args.quantization)
     options: dict[str, Any] = dict(quantization=quantization, backend=engine.backend, scan=engine.scan)
     model = abstract_model(config, dtype, adapters=engine.adapters, **options)
-    return Engine(model, weights or model.random_weights(), engine)
+    return Engine(model, weights or ProgramSet.make(model, engine).random_weights(), engine)
 
 
 def decode(engine: Engine, args: argparse.Namespace, adapters: list[LoadedAdapter | None]) -> tuple[float, float]:

@@ -302,8 +302,12 @@ def main() -> None:
     with user_errors(args.parser):
         run = engine_config(config, args.batches[0], args.cache, Shards(), **how)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
-    with user_errors(args.parser), explained("making the weights", ProgramSet.make(model, run).demand):
-        weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
+    programs = ProgramSet.make(model, run)
+    with user_errors(args.parser), explained("making the weights", programs.demand):
+        if args.files:
+            weights = load_weights(args.files.source, family_of(hf), model, formats=programs.formats)
+        else:
+            weights = programs.random_weights()
     copy = large_copies()
     rows = [measure(model, weights, b, args.cache, args.steps, Shards(), **how) for b in args.batches]
     for i, row in enumerate(rows):

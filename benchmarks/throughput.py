@@ -48,6 +48,7 @@ from inferlib.planning.simulator import engine_config, kind_of_step, serve, simu
 from inferlib.planning.trace import Offer, Service, StepTotals, at_rate, percentiles, read_trace, usual_trace
 from inferlib.platforms import prepare_jax
 from inferlib.programs.compilation_cache import use_compile_cache
+from inferlib.programs.program_set import ProgramSet
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
@@ -227,10 +228,12 @@ def main() -> None:
     usual = resolve(options)
     model = abstract_model(config, dtype, quantization=scheme, backend=usual.backend, scan=usual.scan, shards=shards)
     run = with_memory(options, resolve, model, lambda config: device_memory(device, alone=False))
+    programs = ProgramSet.make(model, run)
     if args.files:
-        weights = args.files.load(model, placement=None, shards=shards, formats=None, progress=on_terminal())
+        how = dict(shards=shards, formats=programs.formats, progress=on_terminal())
+        weights = args.files.load(model, placement=None, **how)
     else:
-        weights = model.random_weights(shards=shards)
+        weights = programs.random_weights()
     columns["inferlib"] = measure(Watched(model, weights, run), args.offers, args.runs)
     if peer:
         columns["vLLM"] = peer

@@ -5,6 +5,7 @@ Loading, random initialisation, budgets and compilation all derive from it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
 from inferlib.models.adapters import Adaptable, AdapterSlots
@@ -255,11 +257,18 @@ class AbstractModel:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
-    def random_weights(self, seed: int = 0, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
-        """Random weights, drawn on their devices one by one; equal shapes share a compilation."""
+    def random_weights(
+        self,
+        seed: int = 0,
+        shards: Shards = Shards(),  # noqa: B008
+        formats: Sequence[Format | NamedSharding | None] = (),
+    ) -> tuple[jax.Array, ...]:
+        """Random weights, drawn on their devices one by one; equal shapes share a compilation. formats: of `specs`, see
+        `ProgramSet.formats`; by default the usual layouts."""
         keys, weights = jax.random.split(jax.random.key(seed), len(self.weights)), []
+        in_order = iter(formats or [shards.sharding(array.axes) for array in self.specs])
         for key, weight in zip(keys, self.weights, strict=True):
-            places = tuple(shards.sharding(array.axes) for array in weight.arrays)
+            places = tuple(itertools.islice(in_order, len(weight.arrays)))
             # Names are left out: with them, equal compilations would differ.
             weights += _jit_random(places)(key, replace(weight, name="", part="", block=None))
         for factor in self.factors:
@@ -269,7 +278,7 @@ class AbstractModel:
 
 
 @cache
-def _jit_random(places: tuple[NamedSharding | None, ...]):
+def _jit_random(places: tuple[Format | NamedSharding | None, ...]):
     def draw(key: jax.Array, weight: WeightSpec) -> tuple[jax.Array, ...]:
         return weight.stored(random_leaf(key, weight.shape, weight.dtype, weight.init))
 

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.quantized import largest_value
-from inferlib.ops.transposed_bytes import transposable, transposed
 
 # By rates alone, products with weights of eight bits are bound by compute from 120 rows on (v5e), 150 (H100), 160 (v7x)
 # or 280 (v6e). With fewer, reading the weight takes the time, and inputs are used as they are.
 MANY_ROWS = 256
+
+# GPUs round any number of rows: their matrix units read a weight of eight bits as it is stored, if its inputs lie side
+# by side in memory, and XLA's kernels that widen it take longer. Of fewer rows than these XLA makes products of
+# vectors, which take several times as long.
+_GPU_ROWS = 16
 
 
 class Rounding(Protocol):
@@ -30,9 +34,14 @@ class Rounding(Protocol):
     def rounds_tokens(self) -> bool: ...
 
 
-def rounds(w: Rounding, rows: int) -> bool:
-    """Whether a product with a weight, or with one of a scheme, rounds its `rows` rows."""
-    return w.rounds_tokens and rows >= MANY_ROWS
+def rounds(w: Rounding, rows: int, gpu: bool = False) -> bool:
+    """Whether a product with a weight, or with one of a scheme, rounds its `rows` rows. gpu: it runs on one."""
+    return w.rounds_tokens and (gpu or rows >= MANY_ROWS)
+
+
+def gpu_order(rank: int, contracting: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a weight of `rank` on GPUs, from major to minor: those that are summed over come last."""
+    return *(i for i in range(rank) if i not in contracting), *contracting
 
 
 def product(
@@ -82,14 +91,13 @@ def _sums(x: jax.Array, w: jax.Array, summed: tuple[Sequence[int], Sequence[int]
         return lax.dot_general(x, w, dimensions, preferred_element_type=accumulator).astype(dtype)
 
     def on_gpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        """The sums on a GPU, for weights whose first dimensions are summed over: all but packed ones."""
-        inner, outer = (math.prod(part) for part in (w.shape[: len(summed[1])], w.shape[len(summed[1]) :]))
-        if tuple(summed[1]) != tuple(range(len(summed[1]))) or not transposable(inner):
-            return in_eight_bits(x, w)
-        one = (((1,), (1,)), ((), ()))
-        x, of_outputs = x.reshape(x.shape[0], -1), transposed(w.reshape(inner, outer))
-        y = lax.dot_general(x, of_outputs, one, preferred_element_type=accumulator).astype(dtype)
-        return y.reshape(y.shape[0], *w.shape[len(summed[1]) :])
+        """The sums on a GPU, of one matrix, whose inputs lie side by side already (see `gpu_order`)."""
+        w = lax.transpose(w, gpu_order(w.ndim, summed[1]))
+        outer = w.shape[: w.ndim - len(summed[1])]
+        rows, matrix = x.shape[0], w.reshape(math.prod(outer), -1)
+        x = jnp.pad(x.reshape(rows, -1), ((0, max(_GPU_ROWS - rows, 0)), (0, 0)))
+        y = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=accumulator)
+        return y[:rows].astype(dtype).reshape(rows, *outer)
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
         operands = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # which holds them exactly

@@ -134,13 +134,19 @@ def choose(
     partials: bool = False,
 ) -> Choice:
     """The implementation on GPUs of `matmul`, or of `matmul_partials`, for `tokens` rows of a dtype and a quantised
-    weight: "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, or "xla".
+    weight: "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, "eight_bits" for inputs
+    that are rounded by token, or "xla".
 
-    XLA unpacks the weight first, which takes most of the time of such products.
+    XLA unpacks the weight first, which takes most of the time of such products. A weight whose inputs are rounded by
+    token lies in memory as matrix units read it, which the kernels do not take.
     """
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
-    if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
+    if not isinstance(w, QuantizedTensor):
+        return Choice("xla")
+    if w.rounds_tokens:
+        return Choice("xla") if partials else Choice("eight_bits")
+    if backend not in (None, "pallas_gpu"):
         return Choice("xla")
     if w.beyond_kernels or (partials and w.round_inputs and w.grouped):
         return Choice("xla", "zero points, scales of bfloat16, or inputs that are rounded")
@@ -163,7 +169,7 @@ def decode_sized(w: Weight, tokens: int, backend: str | None) -> bool:
     """True if reading a quantised weight bounds its product with so few rows, for which GPUs have a kernel."""
     if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
         return False
-    return not w.beyond_kernels and tokens <= _row_limit(w)
+    return not w.beyond_kernels and not w.rounds_tokens and tokens <= _row_limit(w)
 
 
 def _row_limit(w: QuantizedTensor) -> int:
@@ -218,8 +224,7 @@ def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Arra
     if w.round_inputs and w.grouped:
         x = to_mxfp8(as_array(x), w.shape[product.contract])
     if eight_bits.rounds(w, x.shape[0]):
-        summed = tuple(range(1, product.contract + 1)), tuple(range(product.contract))
-        return product.activated(eight_bits.product(as_array(x), w.values, w.scales, summed, product.out_dtype))
+        return _in_eight_bits(x, w, product)
     x = x if isinstance(x, DeferredNorm) else as_array(x)
 
     def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
@@ -228,8 +233,13 @@ def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Arra
     choice = choose(w, x.shape[0], x.dtype, contract=product.contract, backend=product.backend)
     if choice.name == "xla":
         return default(x, w)
-    kernel = {"row_matmul": _by_rows, "grouped_matmul": _by_tiles}[choice.name]
+    kernel = {"row_matmul": _by_rows, "grouped_matmul": _by_tiles, "eight_bits": _in_eight_bits}[choice.name]
     return lax.platform_dependent(x, w, cuda=partial(kernel, product=product), default=default)
+
+
+def _in_eight_bits(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
+    summed = tuple(range(1, product.contract + 1)), tuple(range(product.contract))
+    return product.activated(eight_bits.product(as_array(x), w.values, w.scales, summed, product.out_dtype))
 
 
 def _by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:

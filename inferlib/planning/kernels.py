@@ -30,8 +30,10 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
 
     rows: of the product; of experts, all rows of all of them.
     """
-    if weight.scheme is None or backend.matmul != "pallas_gpu" or numbers_of(weight, rows) != "bfloat16":
+    if weight.scheme is None or backend.matmul != "pallas_gpu":
         return rates.PEAK, False
+    if numbers_of(weight, rows, backend) != "bfloat16":
+        return rates.XLA_GPU, False
     value: Any = replace(weight, rank=0).value
     if axes.EXPERTS in weight.axes:
         name = grouped_matmul.choose(rows, value, jnp.bfloat16, backend.grouped_matmul).name
@@ -41,9 +43,9 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
     return _of_gpu(name, value.values.dtype.name, value.grouped), name == grouped_matmul.UNSORTED
 
 
-def numbers_of(weight: WeightSpec, rows: int) -> str:
+def numbers_of(weight: WeightSpec, rows: int, backend: Backend) -> str:
     """The numbers that a product of `rows` rows multiplies, by the names of `Chip.flops`."""
-    if weight.scheme is None or not eight_bits.rounds(weight.scheme, rows):
+    if weight.scheme is None or not eight_bits.rounds(weight.scheme, rows, gpu=backend.matmul == "pallas_gpu"):
         return "bfloat16"
     return "int8" if weight.scheme.values == "int8" else "float8"
 

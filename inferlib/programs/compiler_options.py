@@ -38,6 +38,4 @@ def compiler_options(
 def _by_cublas(weight: WeightSpec, tokens: int) -> bool:
     if weight.scheme is None:
         return tokens >= _ROWS
-    # A head has fewer rows than its step has tokens. It is unpacked to memory, which takes less than a millisecond of
-    # an 8B model; the trials of products of eight bits took minutes.
-    return rounds(weight.scheme, tokens)
+    return rounds(weight.scheme, tokens, gpu=True)

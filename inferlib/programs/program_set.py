@@ -24,6 +24,7 @@ from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.models.config import AttentionSpec
+from inferlib.ops.eight_bits import gpu_order
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.arguments import CHUNK_COLUMNS, LEAST_SHARING, ChunkInput, Logits, Masks, prefix_shape
@@ -262,23 +263,35 @@ class ProgramSet:
     def _free(self) -> bool:
         return self.config.free_layouts and self.layouts is None
 
+    def random_weights(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Random weights of the model, as its programs take them."""
+        return self.model.random_weights(seed, self.config.shards, self.formats[: len(self.model.specs)])
+
     @property
     def formats(self) -> tuple[Format | NamedSharding | None, ...]:
         """The sharding of each weight, with its layout if that is not the usual one."""
         shardings = [self.config.shards.sharding(spec.axes) for spec in self.specs]
-        if self.layouts is None and not self._free:
-            return tuple(shardings)
-        required = {} if self.layouts else self._required_layouts()
-        wanted = [required.get(spec.name, Layout.AUTO) for spec in self.model.specs]
-        layouts = self.layouts or wanted + [Layout.AUTO] * (len(self.specs) - len(wanted))
+        usual = Layout.AUTO if self._free else None
+        layouts = self.layouts or [
+            required.get(spec.name, usual)
+            for model, required in zip(self.models, self._required_layouts(), strict=True)
+            for spec in model.specs
+        ]
         return tuple(
-            Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
+            sharding if layout is None else Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
         )
 
-    def _required_layouts(self) -> dict[str, Layout]:
-        """Layouts, by name, of the weights whose product a prefill fuses with its collective: in any other layout each
-        step would copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows
+    def _required_layouts(self) -> list[dict[str, Layout]]:
+        """Layouts of weights, by name, for each of `models`: of those that a prefill on TPUs fuses with its collective,
+        and of those that GPUs multiply by inputs of eight bits."""
+        if self.config.platform == "gpu":
+            return [_layouts_of_eight_bits(model) for model in self.models]
+        return [self._fused_layouts() if self._free else {}, *({} for _ in self.models[1:])]
+
+    def _fused_layouts(self) -> dict[str, Layout]:
+        """Layouts of the weights whose product a prefill fuses with its collective: in any other layout each step would
+        copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows
         that are summed over come first."""
         fused, required = self.choices.weights["collective_matmul"], {}
         for weight in self.model.weights:
@@ -548,6 +561,12 @@ class ProgramSet:
             ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
+
+
+def _layouts_of_eight_bits(model: AbstractModel) -> dict[str, Layout]:
+    """The layouts on GPUs, by name, of weights whose inputs are rounded by token."""
+    rounding = [w for w in model.weights if w.scheme is not None and w.scheme.rounds_tokens]
+    return {w.name: Layout(gpu_order(len(w.shape), w.contracting)) for w in rounding}
 
 
 def _drafter(drafting: Drafting, config: EngineConfig, plan: CachePlan) -> ModelDrafter:

@@ -14,6 +14,7 @@ from inferlib.engine.engine import Engine
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import family_of
+from inferlib.models.quantization import Quantization
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.cli_model import make_model
 
@@ -66,3 +67,22 @@ def test_layouts_are_left_alone_where_they_are_not_free(llm):
     assert programs.layouts is None
     assert programs.compiled == 0
     assert set(programs.formats) == {None}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_gpus_have_inputs_side_by_side_where_they_are_rounded(llm, scan, monkeypatch):
+    """Tokens are those of weights in the usual layout; random weights lie as those that are loaded."""
+    files, scheme = ModelFiles.open(llm.path), Quantization.named("int8_a8")
+    model, tokens = abstract_model(files.config, "float32", quantization=scheme, scan=scan), []
+    for platform in ("cpu", "gpu"):
+        programs = ProgramSet.make(model, replace(llm.config, scan=scan, platform=platform))
+        weights = load_weights(files.source, family_of(files.hf), model, formats=programs.formats)
+        monkeypatch.setattr(llm._runner, "engine", Engine(model, weights, programs.config, programs=programs))
+        tokens.append([output.outputs[0].token_ids for output in llm.generate(["to be", "or not"], GREEDY)])
+    assert tokens[0] == tokens[1]
+    orders = {spec.part: weight.format.layout.major_to_minor for spec, weight in zip(model.specs, weights, strict=True)}
+    assert orders["attn.o"] == ((0, 4, 1, 2, 3) if scan else (3, 0, 1, 2))
+    assert orders["mlp.gate_up"] == ((0, 2, 3, 1) if scan else (1, 2, 0))
+    assert orders["attn.o.scales"] == tuple(range(1 + scan))
+    random = programs.random_weights()
+    assert [weight.format.layout for weight in random] == [weight.format.layout for weight in weights]

@@ -33,7 +33,6 @@ from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import choose, decode_sized, matmul
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes
-from inferlib.ops.transposed_bytes import transposed
 from inferlib.option_checks import ConfigurationError
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -217,9 +216,6 @@ def test_fewer_rows_are_not_rounded(name):
     x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS - 1)
     got = jax.jit(partial(matmul, contract=2))(x, w)
     np.testing.assert_array_equal(got, jax.jit(partial(matmul, contract=2))(x, replace(w, round_inputs=False)))
-    x = x.astype(jnp.bfloat16)
-    for partials in (False, True):
-        assert choose(w, 4, x.dtype, contract=2, backend="pallas_gpu", partials=partials) == Choice("row_matmul")
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -244,19 +240,21 @@ def test_packed_weights_multiply_rounded_tokens(name):
 
 
 @pytest.mark.parametrize(("name", "operands"), [("int8_a8", "i8"), ("fp8_a8", "f8E4M3FN")])
-def test_gpus_multiply_eight_bits_by_eight_bits(name, operands):
-    x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS, "bfloat16")
+@pytest.mark.parametrize("rows", [3, eight_bits.MANY_ROWS])
+def test_gpus_multiply_eight_bits_by_eight_bits(name, operands, rows):
+    x, w, _ = eight_bit_product(name, rows, "bfloat16")
     text = lowered_for_cuda(partial(matmul, contract=2), x, w)
     products = [line for line in text.splitlines() if "dot_general" in line]  # of all platforms
-    assert sum(f"(tensor<256x96x{operands}>, tensor<24x96x{operands}>)" in line for line in products) == 1
+    assert sum(f"(tensor<{max(rows, 16)}x96x{operands}>, tensor<24x96x{operands}>)" in line for line in products) == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_bytes_are_transposed_in_words(dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(scale=30, size=(24, 10)), dtype)
-    got = jax.jit(transposed)(x)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got.astype(jnp.float32), x.astype(jnp.float32).T)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_gpus_round_all_tokens_whatever_the_backend(name):
+    x, w, _ = eight_bit_product(name, 4, "bfloat16")
+    for backend in (None, "xla", "pallas_gpu"):
+        assert choose(w, len(x), x.dtype, contract=2, backend=backend) == Choice("eight_bits")
+        assert choose(w, len(x), x.dtype, contract=2, backend=backend, partials=True) == Choice("xla")
+    assert not decode_sized(w, len(x), "pallas_gpu")
 
 
 def test_experts_do_not_round_their_tokens(tmp_path):

@@ -47,7 +47,7 @@ def deployed(name: str, target: str, parallel: str, quantization=None) -> Deploy
 
 
 def test_products_of_eight_bits_on_both_sides():
-    """Many rows compute at the rate of their numbers, where the chip has one; fewer as weights of eight bits do."""
+    """Rows compute at the rate of their numbers, where the chip has one: any on GPUs, elsewhere many."""
 
     def flops(target: str, quantization: str, chunk: int) -> float:
         return deployed("llama3-8b", target, "tp=1", quantization).prefill(chunk, 0).flops
@@ -57,16 +57,17 @@ def test_products_of_eight_bits_on_both_sides():
         ("v5e-1", "int8_a8", 393 / 197),
         ("v5e-1", "fp8_a8", 1),
     ]:
+        gpu = target.startswith("cuda")
         weights_alone, attention = flops(target, name.removesuffix("_a8"), 512), 32 * 2 * 512 * 32 * 256 * 256
-        head = 2 * 4096 * 128256  # of one row
+        head = 0 if gpu else 2 * 4096 * 128256  # of one row
         products = weights_alone - attention - head
         assert flops(target, name, 512) == pytest.approx(products / faster + attention + head)
-        assert flops(target, name, 128) == flops(target, name.removesuffix("_a8"), 128)
+        assert (flops(target, name, 128) == flops(target, name.removesuffix("_a8"), 128)) == (not gpu)
     fast, slow = (
         step_time(it.prefill(2048, 0), it.network).compute
         for it in (deployed("llama3-8b", "cuda:h200", "tp=1", name) for name in ("fp8_a8", "fp8"))
     )
-    assert fast < 0.65 * slow
+    assert fast < 0.7 * slow
 
 
 def test_rotations_of_inputs_are_operations_and_launches():
