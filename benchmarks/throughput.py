@@ -107,14 +107,16 @@ def measure(engine: Watched, offers: Sequence[Offer], runs: int) -> dict[str, An
                 bar.advance(finished - done[0])
                 done[0] = finished
 
+            thread = time.thread_time()
             service = Service.of(offers, serve(engine, offers, Stopwatch(), advanced))
+            thread = time.thread_time() - thread
         if service.output_tokens != sum(offer.output_len for offer in offers):
             raise RuntimeError(f"{service.output_tokens} tokens were generated, not those asked for")
         if run and engine.stats.compilations != compiled:
             raise RuntimeError("programs were compiled after warm-up")
         engine.totals.preemptions = engine.scheduler.preemptions - preempted
         engine.totals.cached = engine.stats.cached_tokens - cached
-        facts = service.facts() | engine.totals.facts()
+        facts = service.facts() | engine.totals.facts() | {"thread_seconds": thread}
     return facts | {"warmup_seconds": warmup, "programs": programs}
 
 

@@ -155,6 +155,8 @@ def _cells(facts: Mapping[str, Any]) -> dict[str, str]:
             cells["tokens of prompts in the cache"] = f"{facts['cached_tokens']:,}"
         if facts["preemptions"]:
             cells["preempted"] = f"{facts['preemptions']:,}"
+    if "thread_seconds" in facts:
+        cells["CPU time of the engine's thread"] = f"{facts['thread_seconds']:.2f} s"
     if "warmup_seconds" in facts:
         programs = f", {facts['programs']} programs" if "programs" in facts else ""
         cells["warm-up"] = f"{facts['warmup_seconds']:.1f} s{programs}"
