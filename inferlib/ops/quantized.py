@@ -29,9 +29,9 @@ class Scheme:
 
     values, scales: dtypes. group: number of elements that share a scale; None: a whole channel does. zeros: they share
     a zero point too, of the values' dtype, an integer. round_inputs: inputs of the product are rounded too, as matrix
-    units take them: to MXFP8 in the same groups, or, if a channel shares a scale, to the values' dtype where there are
-    many rows (see `eight_bits`). rotation: inputs are rotated first, as many at a time (see `hadamard`), and the weight
-    is the rotated one's; 0: they are not.
+    units take them: to MXFP8 in the same groups, or, if a channel shares a scale, to the values' dtype, on GPUs always
+    and elsewhere where there are many rows (see `eight_bits`). rotation: inputs are rotated first, as many at a time
+    (see `hadamard`), and the weight is the rotated one's; 0: they are not.
 
     If `group` does not divide a dimension, its groups have the greatest common divisor of the two.
     """
