@@ -89,7 +89,8 @@ def build(hf: dict[str, Any], args: argparse.Namespace, weights: tuple[jax.Array
     quantization = args.quantization and Quantization.named(args.quantization)
     options: dict[str, Any] = dict(quantization=quantization, backend=engine.backend, scan=engine.scan)
     model = abstract_model(config, dtype, adapters=engine.adapters, **options)
-    return Engine(model, weights or ProgramSet.make(model, engine).random_weights(), engine)
+    programs = ProgramSet.make(model, engine)
+    return Engine(model, weights or programs.random_weights(), engine, programs=programs)
 
 
 def decode(engine: Engine, args: argparse.Namespace, adapters: list[LoadedAdapter | None]) -> tuple[float, float]:

@@ -293,13 +293,13 @@ def main() -> None:
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     options = args.cache, args.steps, dtype, args.peer == "hf-plain"
     peers = [in_child(peer_hf, hf, b, *options) for b in args.batches] if args.peer else []
-    config = with_cache_levels(config_from_hf(hf), CachePolicy.read(args.cache_policy))
-    quantization = args.quantization and Quantization.named(args.quantization)
+    config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
     reads = {"attention_pages": args.attention_pages, "cache_policy": args.cache_policy}
     how: dict[str, Any] = {"backend": args.backend, **reads}
     with user_errors(args.parser):
+        config = with_cache_levels(config, CachePolicy.read(args.cache_policy))
         run = engine_config(config, args.batches[0], args.cache, Shards(), **how)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     programs = ProgramSet.make(model, run)

@@ -6,9 +6,8 @@
 "pages": us of a layer's decode attention of Llama-3-8B from its projection on, its cells written, and of
 DeepSeek-V2-Lite's over latents, with rows as pages and with shuffled pages of --page positions; "off" is the largest
 difference of their outputs, which rounding alone may make. "products": us of Llama-3-8B's gate and up, in bfloat16 and
-quantised, whatever the rows from which products of eight bits are taken; "inputs last": the same of a weight whose
-inputs lie side by side, as those of "_a8" do. Several layers run in one program, so that none finds its cache or weight
-on chip.
+quantised; "inputs last": of a weight whose inputs lie side by side, as those of "_a8" do. Several layers run in one
+program, so that none finds its cache or weight on chip.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from rich.table import Table
 
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, LatentCache, NewCells
 from inferlib.models.quantization import QUANTIZATIONS
-from inferlib.ops import eight_bits
 from inferlib.ops.matmul import matmul
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.project_and_attend import project_and_attend
@@ -135,7 +133,6 @@ def time_product(name: str, rows: int, shape: tuple[int, int], repeats: int, las
 
 
 def products(rows: list[int], shape: tuple[int, int], repeats: int) -> Table:
-    eight_bits.MANY_ROWS = 1
     kinds = [("bfloat16", False), ("fp8", False), ("fp8", True), ("fp8_a8", True)]
     kinds += [("int8", False), ("int8", True), ("int8_a8", True)]
     table = Table("rows", *(f"{name}{', inputs last' * last}" for name, last in kinds), title=f"{shape}, us (TFLOP/s)")

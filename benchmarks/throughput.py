@@ -232,11 +232,11 @@ def main() -> None:
     run = with_memory(options, resolve, model, lambda config: device_memory(device, alone=False))
     programs = ProgramSet.make(model, run)
     if args.files:
-        how = dict(shards=shards, formats=programs.formats, progress=on_terminal())
-        weights = args.files.load(model, placement=None, **how)
+        formats = programs.formats
+        weights = args.files.load(model, placement=None, shards=shards, formats=formats, progress=on_terminal())
     else:
         weights = programs.random_weights()
-    columns["inferlib"] = measure(Watched(model, weights, run), args.offers, args.runs)
+    columns["inferlib"] = measure(Watched(model, weights, run, programs=programs), args.offers, args.runs)
     if peer:
         columns["vLLM"] = peer
     if args.target:

@@ -140,9 +140,12 @@ class ReplicaPages:
             yield from self._saved(s, s.snapshots.pop(0), s.prefilled, s.encoded)
 
     def keep(self, s: Sequence, count: int) -> None:
-        """Take the pages of a sequence but for the first `count`, which other sequences do not share."""
+        """Take the pages of a sequence that decodes but for the first `count`, which other sequences do not share; in
+        layers that keep more, but for those that it may still need."""
         self.pool.give_back(s.pages[count:])
         del s.pages[count:]
+        if self.levels is not None:
+            self.levels.keep_decoding(s)
 
     def give_back(self, s: Sequence) -> list[Save]:
         """Take the pages of a sequence that ends or is preempted. What is written of it stays in the tree. Returns what

@@ -387,10 +387,7 @@ class Scheduler:
             if (cells := self.bounded.due(s)) is not None:
                 self.changes.compacted[s.row] = cells
                 if s.status is Status.DECODE:
-                    pages = self._pages_of(s)
-                    pages.keep(s, self._pages(s.most_length))
-                    if pages.levels is not None:
-                        pages.levels.keep_decoding(s)
+                    self._pages_of(s).keep(s, self._pages(s.most_length))
 
     def _growing(self) -> Counter[int]:
         """For each replica, how many sequences may need more pages than they have."""

@@ -135,7 +135,7 @@ def choose(
 ) -> Choice:
     """The implementation on GPUs of `matmul`, or of `matmul_partials`, for `tokens` rows of a dtype and a quantised
     weight: "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, "eight_bits" for inputs
-    that are rounded by token, or "xla".
+    that are rounded by token, whatever the backend, or "xla".
 
     XLA unpacks the weight first, which takes most of the time of such products. A weight whose inputs are rounded by
     token lies in memory as matrix units read it, which the kernels do not take.

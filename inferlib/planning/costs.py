@@ -512,9 +512,8 @@ class Deployed:
         rate, elements = PEAK if m.experts else dense_rate(tokens, self._backend), 0.0
         if m.packed is not None and times:
             rate, each = product_rate(m.packed, math.ceil(times), self._backend)
-            flops *= self.target.rate("bfloat16") / self.target.rate(
-                numbers_of(m.packed, math.ceil(times), self._backend)
-            )
+            numbers = numbers_of(m.packed, math.ceil(times), self._backend)
+            flops *= self.target.rate("bfloat16") / self.target.rate(numbers)
             read = times / m.count if each else read
             elements = m.elements * m.count * read
         if m.on_chip:

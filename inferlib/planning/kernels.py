@@ -32,8 +32,6 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
     """
     if weight.scheme is None or backend.matmul != "pallas_gpu":
         return rates.PEAK, False
-    if numbers_of(weight, rows, backend) != "bfloat16":
-        return rates.XLA_GPU, False
     value: Any = replace(weight, rank=0).value
     if axes.EXPERTS in weight.axes:
         name = grouped_matmul.choose(rows, value, jnp.bfloat16, backend.grouped_matmul).name
@@ -73,6 +71,8 @@ def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
             return rates.TILES.get(dtype, rates.TILES_8_BIT)
         case "pallas_gpu":
             return rates.EXPERT_TILES_4_BIT if four else rates.TILES_8_BIT
+        case "eight_bits":
+            return rates.XLA_GPU
     return rates.XLA_GROUPS if grouped else rates.XLA_CHANNEL
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.ops.eight_bits import rounds
 from inferlib.ops.on_chip import OPTIONS
 from inferlib.ops.packed import MEMORY_BOUND_ROWS
 
@@ -38,4 +37,4 @@ def compiler_options(
 def _by_cublas(weight: WeightSpec, tokens: int) -> bool:
     if weight.scheme is None:
         return tokens >= _ROWS
-    return rounds(weight.scheme, tokens, gpu=True)
+    return weight.scheme.rounds_tokens

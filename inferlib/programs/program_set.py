@@ -291,8 +291,8 @@ class ProgramSet:
 
     def _fused_layouts(self) -> dict[str, Layout]:
         """Layouts of the weights whose product a prefill fuses with its collective: in any other layout each step would
-        copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows
-        that are summed over come first."""
+        copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows that are
+        summed over come first."""
         fused, required = self.choices.weights["collective_matmul"], {}
         for weight in self.model.weights:
             if weight.name in fused and fused[weight.name].name != "xla":
