@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from inferlib.buckets import Buckets, rounded_up
 from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
-from inferlib.models.cache_levels import cache_owners, level_budgets
+from inferlib.models.cache_levels import cache_owners, layer_shares, level_budgets
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
@@ -834,7 +834,7 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(
-                f"cache_policy {str(policy)!r} keeps more of lower layers than of upper ones, and this model {why}: "
+                f"cache_policy {str(policy)!r} has a budget for each layer, and this model {why}: "
                 f"take 'snapkv:{policy.budget}'"
             )
 
@@ -842,7 +842,8 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
 def leveled_policy(policy: CachePolicy, model: ModelConfig, unit: int, max_len: int) -> CachePolicy:
     """A policy by layer with the budgets of a model's levels; see `level_budgets`. Raises ConfigurationError."""
     try:
-        return replace(policy, levels=level_budgets(policy, len(cache_owners(model)), unit, max_len))
+        shares, layers = layer_shares(model, policy), len(cache_owners(model))
+        return replace(policy, levels=level_budgets(policy, layers, unit, max_len, shares))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
 

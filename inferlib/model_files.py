@@ -18,7 +18,7 @@ from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
-from inferlib.checkpoint.layer_arrays import BASES, TURNS, WithArrays
+from inferlib.checkpoint.layer_arrays import BASES, TURNS, WithArrays, with_preferences
 from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
@@ -67,7 +67,7 @@ def read_config(model: str | Path, revision: str | None = None) -> dict[str, Any
     Raises CheckpointError.
     """
     path = locate(model, revision, weights=False)
-    return GGUFCheckpoint(path).config() if path.suffix == ".gguf" else _read_config(path)
+    return with_preferences(GGUFCheckpoint(path).config(), path) if path.suffix == ".gguf" else _read_config(path)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
         )
-    return read_json(file)
+    return with_preferences(read_json(file), directory)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class ModelFiles:
         path = locate(model, revision, progress=progress)
         if path.suffix == ".gguf":
             gguf = GGUFCheckpoint(path)
-            return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
+            hf = with_preferences(gguf.config(), path)
+            return ModelFiles(path, hf, config_from_hf(hf), gguf, gguf.tokenizer())
         hf = _read_config(path)
         config = config_from_hf(hf)
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None

@@ -589,6 +589,7 @@ class ModelConfig:
     streams: int = 1  # parallel residuals, of which layers compute on the first (AltUp, Baykal et al. 2023)
     loop: LoopSpec | None = None
     lanes: LaneSpec | None = None
+    layer_preferences: tuple[float, ...] = ()  # of bounded caches, see `inferlib.models.layer_preferences`
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")

@@ -6,12 +6,13 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from inferlib.checkpoint.npz import write_npz
 from inferlib.checkpoint.source import CheckpointError, TensorSource
-from inferlib.models import key_bases, key_turns
+from inferlib.models import key_bases, key_turns, layer_preferences
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class LayerArrays:
             with np.load(path, allow_pickle=False) as file:
                 return {self.name_of(int(layer)): np.asarray(file[layer]) for layer in file.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path} is damaged: remove it, and write it again by `{self.command}`") from error
+            raise CheckpointError(self.damage(path)) from error
+
+    def damage(self, path: Path) -> str:
+        """What a user gets to know of a file that is damaged."""
+        return f"{path} is damaged: remove it, and write it again by `{self.command}`"
 
     def write(self, model: Path, of_layers: Mapping[int, np.ndarray]) -> Path:
         """Write an array of each layer, as float32, whole or not at all; returns the file's path. Raises OSError."""
@@ -69,6 +74,27 @@ TURNS = LayerArrays(
     "kv_cache_dtype int4_calibrated needs a calibration, and there is no {path}: write it by `inferlib calibrate-cache "
     "{model} --data TEXT.jsonl`, or take int4, which needs none",
 )
+# [N] of each layer, of N prompts, see `inferlib.models.layer_preferences`.
+PREFERENCES = LayerArrays(
+    layer_preferences.KEY,
+    layer_preferences.FILE,
+    "inferlib layer-preferences",
+    "cake takes preferences of layers, and there is no {path}: write it by `inferlib layer-preferences {model} --data "
+    "TEXT.jsonl`, or take pyramidkv or snapkv, which need none",
+)
+
+
+def with_preferences(hf: dict[str, Any], model: Path) -> dict[str, Any]:
+    """A Hugging Face config with the preferences of layers that are kept beside its model, if there are any. Raises
+    CheckpointError if the file is damaged."""
+    if not PREFERENCES.path_of(model).exists():
+        return hf
+    arrays = PREFERENCES.read(model)
+    of_layers = {int(name.rpartition(".")[2]): array for name, array in arrays.items()}
+    try:
+        return {**hf, layer_preferences.KEY: layer_preferences.mean_shares(of_layers)}
+    except ValueError as error:
+        raise CheckpointError(PREFERENCES.damage(PREFERENCES.path_of(model))) from error
 
 
 class WithArrays:

@@ -1,5 +1,5 @@
 """The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `quantize`,
-`key-bases`, `export`, `eval`, `distill`, `finetune`, `plan`, `place`, `targets`, `tune`, `doctor`.
+`key-bases`, `layer-preferences`, `export`, `eval`, `distill`, `finetune`, `plan`, `place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -25,6 +25,7 @@ from inferlib.cli.finetune import finetune
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.key_bases import key_bases
+from inferlib.cli.layer_preferences import layer_preferences
 from inferlib.cli.place import place
 from inferlib.cli.plan import plan
 from inferlib.cli.quantize import quantize
@@ -78,6 +79,7 @@ app.command()(convert)
 app.command()(quantize)
 app.command()(key_bases)
 app.command()(calibrate_cache)
+app.command()(layer_preferences)
 app.command()(export)
 app.command("eval")(evaluate)
 app.command()(distill)

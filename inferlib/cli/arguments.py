@@ -111,7 +111,8 @@ CachePolicy = Annotated[
     typer.Option(
         help="A row's cache keeps a budget of positions: keydiff:2048 keeps 2048 by scores of their keys; knorm too, "
         "h2o, snapkv, morphkv, sagekv and tova by attention, streaming by age; pyramidkv like snapkv, more in lower "
-        "layers. It changes results; by default all are kept."
+        "layers; cake by attention that is high or changes, more in layers that prefer it, see inferlib "
+        "layer-preferences. It changes results; by default all are kept."
     ),
 ]
 SparsePrefill = Annotated[

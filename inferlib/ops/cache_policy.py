@@ -27,6 +27,7 @@ _INTERVAL = 32
 _TEXT = re.compile(r"([a-z0-9]+):(\d{1,9})(?::(\d{1,6}))?")
 _POOLED = 7  # positions over which all attention so far is averaged
 _POOLED_RECENT = 5  # positions over which that of the newest queries is
+_GAMMA = 200  # how much the variance of attention counts beside its mean, as in CAKE's experiments
 _LEAST = 1e-12  # of a norm that is divided by
 _BITS = 14  # of scores that are made of keys
 
@@ -90,6 +91,16 @@ def window_attention(cells: Cells) -> jax.Array:
     return _rounded(_pooled(jnp.mean(cells.weights, axis=(-3, -2)), _POOLED_RECENT))
 
 
+def mean_and_variance(cells: Cells) -> jax.Array:
+    """Positions stay that get much attention from the newest queries, or attention that changes from one of them to
+    another, they and their neighbours (Qin et al. 2025, "CAKE: Cascading and Adaptive KV Cache Eviction with Layer
+    Preferences", https://arxiv.org/abs/2503.12491). The variance is that of samples, 0 of a single query."""
+    assert cells.weights is not None
+    mean, window = jnp.mean(cells.weights, axis=-3), cells.weights.shape[-3]
+    variance = jnp.sum((cells.weights - mean[..., None, :, :]) ** 2, axis=-3) / max(window - 1, 1)
+    return _rounded(_pooled(jnp.mean(mean + _GAMMA * variance, axis=-2), _POOLED_RECENT))
+
+
 def correlation(cells: Cells) -> jax.Array:
     """Positions stay that get the most attention from the newest queries, summed (Ghadia et al. 2025, "Dialogue Without
     Limits: Constant-Sized KV Caches for Extended Responses in LLMs", MorphKV, https://arxiv.org/abs/2503.00979)."""
@@ -128,12 +139,13 @@ def _rounded(scores: jax.Array) -> jax.Array:
 
 class Method(NamedTuple):
     """score: [..., P] of cells; a higher one stays. needs: what the cache has beside keys for it, the attention that
-    cells got, the newest query of a row, or the queries of its newest positions, an interval of them. by_layer: lower
-    layers keep more than upper ones, see `inferlib.models.cache_levels`."""
+    cells got, the newest query of a row, or the queries of its newest positions, an interval of them. by_layer: by what
+    layers have other budgets, see `inferlib.models.cache_levels`: lower ones keep more than upper ones, or each as many
+    as was measured; None: all keep the same."""
 
     score: Callable[[Cells], jax.Array]
     needs: Literal["mass", "last query", "queries"] | None = None
-    by_layer: bool = False
+    by_layer: Literal["depth", "preference"] | None = None
 
 
 METHODS: Mapping[str, Method] = {
@@ -145,7 +157,8 @@ METHODS: Mapping[str, Method] = {
     "sagekv": Method(last_attention, "last query"),
     "snapkv": Method(window_attention, "queries"),
     "morphkv": Method(correlation, "queries"),
-    "pyramidkv": Method(window_attention, "queries", by_layer=True),
+    "pyramidkv": Method(window_attention, "queries", by_layer="depth"),
+    "cake": Method(mean_and_variance, "queries", by_layer="preference"),
 }
 
 
@@ -188,8 +201,13 @@ class CachePolicy:
 
     @property
     def by_layer(self) -> bool:
-        """True if lower layers keep more than upper ones."""
-        return METHODS[self.method].by_layer
+        """True if layers have other budgets than each other."""
+        return METHODS[self.method].by_layer is not None
+
+    @property
+    def by_preference(self) -> bool:
+        """True if these follow measured preferences of layers, see `inferlib.models.layer_preferences`."""
+        return METHODS[self.method].by_layer == "preference"
 
     def of_level(self, level: int) -> CachePolicy:
         """What the layers of a level keep."""

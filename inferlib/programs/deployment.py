@@ -25,6 +25,7 @@ from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.key_bases import KEY as KEY_BASES
 from inferlib.models.key_turns import KEY as KEY_TURNS
+from inferlib.models.layer_preferences import KEY as LAYER_PREFERENCES
 from inferlib.models.mtp import abstract_mtp
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import (
@@ -93,6 +94,8 @@ class Deployment:
         object.__setattr__(self, "sparse_prefill", None if sparse is None else str(sparse))
         policy = policy_option(self.cache_policy)
         object.__setattr__(self, "cache_policy", None if policy is None else str(policy))
+        if policy is None or not policy.by_preference:  # of which programs do not depend
+            object.__setattr__(self, "hf", {k: v for k, v in self.hf.items() if k != LAYER_PREFERENCES})
         speculation = speculation_option(self.speculation)
         object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
         if (self.draft is not None) != (speculation is not None and speculation.model is not None):

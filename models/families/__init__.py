@@ -56,6 +56,8 @@ from inferlib.models.key_bases import KEY as KEY_BASES
 from inferlib.models.key_bases import with_key_bases
 from inferlib.models.key_turns import KEY as KEY_TURNS
 from inferlib.models.key_turns import with_key_turns
+from inferlib.models.layer_preferences import KEY as LAYER_PREFERENCES
+from inferlib.models.layer_preferences import with_layer_preferences
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
@@ -189,4 +191,5 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         laneformer.must_sum_at_once(hf, family.name)
     config = with_key_bases(config) if hf.get(KEY_BASES) is True else config
     config = with_key_turns(config) if hf.get(KEY_TURNS) is True else config
-    return fused_config(config) if hf.get(FUSED) is True else config
+    config = fused_config(config) if hf.get(FUSED) is True else config
+    return with_layer_preferences(config, hf[LAYER_PREFERENCES]) if LAYER_PREFERENCES in hf else config

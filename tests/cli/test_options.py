@@ -67,7 +67,7 @@ def paths(folder) -> tuple[str, ...]:
 def good(folder) -> dict[str, dict[str, Any]]:
     """Arguments and options with which a command begins its work."""
     model, load = str(make_model(folder / "model", layers=1)), folder / "load.json"
-    quantized = str(folder / "int8")
+    quantized, two_layers = str(folder / "int8"), str(make_model(folder / "two_layers", layers=2))
     convert(model, quantized, quantization="int8", progress=False)
     load.write_text('{"expert_load": [[3, 1, 2, 2]]}')
     source = folder / "in.jsonl"
@@ -91,6 +91,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
             "window": "64",
         },
         "key-bases": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
+        "layer-preferences": {"model": two_layers, "data": str(texts), "tokens": "64", "window": "64"},
         "calibrate-cache": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},
         "export": {"model": quantized, "out": str(folder / "exported")},
         "eval": {"model": model, "data": str(texts), "tokens": "64", "window": "64"},

@@ -59,6 +59,7 @@ def test_only_an_absent_tpu_is_left_out(installed, chips, chosen, expected, monk
         ("calibration.calibrate", "calibrate", ["model", "out"]),
         ("calibration.measured", "calibration.key_bases.measure_key_bases", ["model"]),
         ("calibration.measured", "calibration.key_turns.calibrate_cache", ["model"]),
+        ("calibration.measured", "calibration.layer_preferences.measure_layer_preferences", ["model"]),
         ("calibration.fuse", "fuse_feed_forwards", ["model", "out"]),
         ("conversion", "convert", ["model", "out"]),
         ("exporting", "export", ["model", "out"]),

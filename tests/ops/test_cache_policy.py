@@ -17,10 +17,12 @@ from inferlib.models.cache_levels import (
     layer_budgets,
     level_budgets,
     level_sizes,
+    preferred,
+    preferred_levels,
     pyramid,
     with_cache_levels,
 )
-from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, retained_positions
 from inferlib.ops.recent_queries import recent_weights, write_queries
@@ -93,7 +95,20 @@ def morphkv(row: Row, head: int, interval: int) -> list[float]:
     return list(row.weights(head).sum(axis=(0, 1)))
 
 
-ORACLES: dict[str, Any] = {f.__name__: f for f in (streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv)}
+def cake(row: Row, head: int, interval: int) -> list[float]:
+    """The mean over the newest queries, and 200 times their variance as torch has it. Of the neighbours of one that has
+    most of the attention, scores differ by less than what counts: 15 binary digits."""
+    weights, scores = older(row.weights(head), interval), []
+    for p in range(weights.shape[-1]):
+        of_heads = [list(weights[:, g, p]) for g in range(GROUP)]
+        means = [sum(x) / interval for x in of_heads]
+        variances = [sum((y - mean) ** 2 for y in x) / (interval - 1) for x, mean in zip(of_heads, means, strict=True)]
+        scores.append(sum(means) / GROUP + 200 * sum(variances) / GROUP)
+    fractions, exponents = np.frexp(pooled(np.array(scores), 5))
+    return list(np.ldexp(np.round(fractions * 2**15), exponents))
+
+
+ORACLES: dict[str, Any] = {f.__name__: f for f in (streaming, knorm, keydiff, h2o, tova, sagekv, snapkv, morphkv, cake)}
 ORACLES["pyramidkv"] = snapkv  # with another budget for each layer
 
 
@@ -189,6 +204,33 @@ def test_budgets_fall_as_in_the_paper(layers, most):
     assert set(level_budgets(policy, layers, unit, 2048)) == {2048}  # all that there is
 
 
+@pytest.mark.parametrize(("layers", "most"), [(2, 4096), (7, 4096), (30, 4096), (32, 1 << 20), (32, 2600)])
+def test_budgets_follow_preferences(layers, most):
+    """Levels have the mean of their layers' budgets but for rounding, as long as rows are not shorter; and all of them
+    together no more than the same budget for all."""
+    rng, policy, unit = np.random.default_rng(layers), CachePolicy("cake", 2048), 128
+    for spread in (0.2, 1.0, 3.0):
+        shares = np.exp(rng.normal(size=layers) * spread)
+        shares /= shares.sum()
+        expected = np.sort(shares) * (2048 - 32) * layers + 32
+        np.testing.assert_allclose(preferred(policy, list(shares)), expected, rtol=1e-9)
+        sizes, budgets = level_sizes(layers), preferred_levels(policy, list(shares), unit, most)
+        taken = sum(size * budget for size, budget in zip(sizes, budgets, strict=True))
+        assert 2048 * layers - max(sizes) * unit < taken <= 2048 * layers or budgets[0] >= most
+        assert list(budgets) == sorted(budgets)
+        assert budgets[0] < budgets[-1] <= most + unit
+        at = 0
+        for size, budget in zip(sizes, budgets, strict=True):
+            assert budget % unit == 0
+            assert budget >= policy.least
+            if expected.max() < most:
+                assert abs(budget - expected[at : at + size].mean()) <= 2 * unit
+            at += size
+    assert set(level_budgets(policy, layers, unit, 2048, list(shares))) == {2048}  # all that there is
+    with pytest.raises(ValueError, match=f"the same of all {layers} layers"):
+        preferred_levels(policy, [1 / layers] * layers, unit, most)
+
+
 @pytest.mark.slow
 def test_budgets_are_those_of_kvpress():
     """Which does not count the newest positions among them, and takes a share of the prompt for the mean."""
@@ -216,6 +258,13 @@ def test_layers_are_in_levels():
     assert list(budgets.values()) == [448, 448, 320, 320, 192, 192, 64, 64]
     assert budgets_text(budgets).startswith("448 in layers 0 to 1, 320 in")
     assert layer_budgets(model, CachePolicy("snapkv", 256)) == {}
+    cake = CachePolicy("cake", 256)
+    with pytest.raises(ConfigError, match=r"inferlib layer-preferences MODEL .*'pyramidkv:256'"):
+        with_cache_levels(model, cake)
+    measured = replace(model, layer_preferences=(0.1, 0.2, 0.05, 0.3, 0.1, 0.05, 0.1, 0.1))
+    leveled = with_cache_levels(measured, cake)
+    assert [layer.attention.cache_level for layer in leveled.layers] == [2, 3, 0, 3, 2, 0, 1, 1, 1, 2]
+    assert with_cache_levels(measured, CachePolicy("snapkv", 256)) == model
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""Rows whose layers keep as much as preferences say that were measured on a text."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.calibration.layer_preferences import measure_layer_preferences
+from inferlib.checkpoint.layer_arrays import PREFERENCES
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.cli import app
+from inferlib.deploy.compile import compile
+from inferlib.deploy.explain import explain
+from inferlib.model_files import ModelFiles
+from inferlib.models.config import ConfigError
+from inferlib.option_checks import ConfigurationError
+from inferlib.programs.counter import compilations
+from inferlib.texts import TextSample
+from tests.engine.test_bounded_cache import BUCKETS, FOUR_ROWS, GREEDY, PROMPTS, free_pages
+from tests.helpers.llms import build_llm
+from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+
+WIDTH, NEWEST, TAUS = 80, 32, (0.8, 1.5)
+PREFERRED = (1.0, 5.0, 2.0, 1.0, 3.0)  # of five layers, in levels of one, three and one
+POLICY = "cake:40:4"
+TEXT = TextSample(["".join(map(chr, np.random.default_rng(0).integers(97, 123, 2000)))], tokens=320, window=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint, tmp_path_factory):
+    """A model with preferences that differ much."""
+    folder = tmp_path_factory.mktemp("preferences") / "llama"
+    shutil.copytree(checkpoint("llama", num_hidden_layers=len(PREFERRED)), folder)
+    PREFERENCES.write(folder, {layer: np.array([x, x]) for layer, x in enumerate(PREFERRED)})
+    return folder
+
+
+def test_preferences_are_those_of_the_paper(checkpoint, tmp_path):
+    """By the attention that transformers computes: the entropy of what the newest queries give to older positions, and
+    the variance over these queries of what each position gets, summed over heads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "llama")
+    file = measure_layer_preferences(path, data=TEXT, tau1=TAUS[0], tau2=TAUS[1], progress=False)
+    assert file == PREFERENCES.path_of(path)
+    files, measured = ModelFiles.open(path), PREFERENCES.read(path)
+    assert files.tokenizer is not None
+    windows = TEXT.windows(files.tokenizer, files.config.context)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        attentions = model(torch.tensor(windows), output_attentions=True).attentions
+    expected = np.zeros((len(attentions), len(windows)))
+    for layer, of_layer in enumerate(attentions):
+        for number, weights in enumerate(of_layer.double().numpy()[:, :, -NEWEST:, :-NEWEST]):
+            entropy = -sum(float((w * np.log(w)).sum()) for head in weights for w in head)
+            variance = sum(float(((head - head.mean(axis=0)) ** 2).sum()) / (NEWEST - 1) for head in weights)
+            expected[layer, number] = entropy ** (1 / TAUS[0]) * variance ** (1 / TAUS[1])
+        np.testing.assert_allclose(measured[PREFERENCES.name_of(layer)], expected[layer], rtol=1e-3)
+    shares = np.mean([window / window.sum() for window in expected.T], axis=0)
+    np.testing.assert_allclose(files.config.layer_preferences, shares, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"scan": True, "parallel": "dp=2,tp=2"}, marks=pytest.mark.slow)])
+def test_rows_are_what_they_are_alone(options, path):
+    """With NaN in all that is not valid. Nothing compiles, and all pages come back."""
+    buckets = FOUR_ROWS["buckets"] if options else BUCKETS
+    llm = build_llm(path, buckets, cache_policy=POLICY, page_size=8, decode_steps=4, **options)
+    assert [layer.attention.cache_level for layer in llm.engine.model.config.layers] == [1, 2, 1, 0, 1]
+    assert llm.config.compacted.budgets == (24, 32, 80)
+    llm.warmup(["greedy"])
+    before, free = compilations(), free_pages(llm.engine)
+    alone = [tokens_of(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert tokens_of(llm, PROMPTS, GREEDY) == alone
+    assert compilations() == before
+    assert free_pages(llm.engine) == free
+    with before_each_dispatch(llm, poison):
+        assert tokens_of(llm, PROMPTS, GREEDY) == alone
+
+
+def test_what_is_not_compacted_is_what_it_would_be(path):
+    """Bit by bit, with budgets of a whole row."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    every, whole = (
+        build_llm(path, Buckets((16,), (1,), (96,)), cache_policy=x).generate([PROMPTS[-2]], params)[0].outputs[0]
+        for x in ("cake:96", None)
+    )
+    assert every.token_ids == whole.token_ids
+    assert every.logprobs == whole.logprobs
+
+
+def test_what_is_refused(checkpoint, path, tmp_path):
+    def build(path, **options):
+        return LLM(path, cache_policy="cake:64", max_batch=4, max_len=128, progress=False, **options)
+
+    with pytest.raises(ConfigError, match=r"inferlib layer-preferences MODEL --data TEXT\.jsonl.* 'pyramidkv:64'"):
+        build(checkpoint("llama"))
+    with pytest.raises(ConfigurationError, match="does not work with speculation yet"):
+        build(path, speculation="ngram:3")
+    for options, message in (
+        ({"tau1": 0}, "tau1 must be a number between 0.1 and 100, got 0"),
+        ({"data": TextSample(["a"], tokens=64, window=63)}, "windows of 64 tokens or more, got 63"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            measure_layer_preferences(path, **{"data": TEXT, **options})
+    with pytest.raises(ConfigurationError, match="layer 0 of this one has latents"):
+        measure_layer_preferences(checkpoint("minicpm3"), data=TEXT, progress=False)
+    for name, content, message in (
+        ("damaged", None, "is damaged: remove it"),
+        ("other", {"0": np.ones(2)}, "are not of the layers of this model"),
+        ("uneven", {"0": np.ones(2), "1": np.ones(3)}, "is damaged: remove it"),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(path, folder)
+        file = PREFERENCES.path_of(folder)
+        if content is None:
+            file.write_bytes(b"PK")
+        else:
+            np.savez(file, **content)
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            ModelFiles.open(folder)
+
+
+def test_commands_know_them(path):
+    """And programs of other policies are the same without."""
+    shown = explain(path, max_len=256, cache_policy="cake:96").facts()
+    assert len(set(shown["layer_budgets"].values())) > 1
+    made = CliRunner().invoke(app, ["info", str(path), "--max-len", "256", "--cache-policy", "cake:96"])
+    assert made.exit_code == 0, made.output
+    assert "in layer" in made.output
+    missing = CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--cache-policy", "cake:512"])
+    assert "inferlib layer-preferences" in " ".join(missing.output.split())
+
+
+@pytest.mark.slow
+def test_artifacts_have_them(path, tmp_path):
+    buckets = Buckets((16,), (2,), (96,), tile=8)
+    made = compile(path, "cpu", buckets=buckets, modes=("greedy",), cache_policy="cake:64:4", out=tmp_path / "out")
+    assert made.ok, made
+    there = LLM(path, artifacts=tmp_path / "out", progress=False)
+    here = build_llm(path, buckets, cache_policy="cake:64:4")
+    assert there.config.compacted.budgets == here.config.compacted.budgets
+    assert tokens_of(there, PROMPTS[-2:], GREEDY) == tokens_of(here, PROMPTS[-2:], GREEDY)
