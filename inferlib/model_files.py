@@ -18,7 +18,7 @@ from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
-from inferlib.checkpoint.layer_arrays import BASES, TURNS, WithArrays, with_preferences
+from inferlib.checkpoint.layer_arrays import BASES, PREFERENCES, TURNS, WithArrays, with_preferences
 from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
@@ -274,7 +274,9 @@ class ModelFiles:
         return weights + AdapterFactors(model, shards, places).empty()
 
     def save_description(self, directory: Path) -> None:
-        """Write all but the tensors, as a Hugging Face directory has it."""
+        """Write all but the tensors, as a Hugging Face directory has it, and preferences of layers beside it."""
+        if (preferences := PREFERENCES.path_of(self.path)).exists():
+            shutil.copyfile(preferences, PREFERENCES.path_of(directory))
         if self.path.is_dir():
             for name in ("config.json", *Tokenizer.FILES):
                 if (self.path / name).exists():

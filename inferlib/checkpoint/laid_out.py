@@ -31,6 +31,7 @@ from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError, read_json
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.layer_preferences import KEY as LAYER_PREFERENCES
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.option_checks import check_dtype
@@ -54,6 +55,11 @@ def stored_model(config: ModelConfig, dtype: str, quantization: Quantization | N
     return abstract_model(config, dtype, quantization=quantization)
 
 
+def _of_weights(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config without preferences of layers, on which no weight depends: they may be measured later."""
+    return {name: value for name, value in hf.items() if name != LAYER_PREFERENCES}
+
+
 def write_manifest(
     directory: Path, hf: dict[str, Any], model: AbstractModel, quantization: Quantization | None
 ) -> None:
@@ -62,7 +68,7 @@ def write_manifest(
         "format": FORMAT,
         "dtype": model.dtype.name,
         "quantization": quantization and asdict(quantization),
-        "config": hf,
+        "config": _of_weights(hf),
         "weights": _described(model),
     }
     (directory / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
@@ -132,7 +138,7 @@ class LaidOutWeights:
             config = dict(manifest["config"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error!r}); convert the original again") from None
-        if different := _differences(config, hf):
+        if different := _differences(config, _of_weights(hf)):
             raise CheckpointError(
                 f"{directory} has weights of another model than its config.json: {different}; "
                 "put the right config.json there or convert the original again"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, Buckets, SamplingParams, convert
 from inferlib.calibration.layer_preferences import measure_layer_preferences
 from inferlib.checkpoint.layer_arrays import PREFERENCES
 from inferlib.checkpoint.source import CheckpointError
@@ -82,6 +82,7 @@ def test_rows_are_what_they_are_alone(options, path):
         assert tokens_of(llm, PROMPTS, GREEDY) == alone
 
 
+@pytest.mark.slow
 def test_what_is_not_compacted_is_what_it_would_be(path):
     """Bit by bit, with budgets of a whole row."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -134,6 +135,15 @@ def test_commands_know_them(path):
     assert "in layer" in made.output
     missing = CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--cache-policy", "cake:512"])
     assert "inferlib layer-preferences" in " ".join(missing.output.split())
+
+
+def test_converted_models_have_them(path, tmp_path):
+    """As they are when it is converted, or measured of the original later."""
+    convert(path, tmp_path / "int8", quantization="int8", progress=False)
+    files = ModelFiles.open(tmp_path / "int8")
+    assert files.config.layer_preferences == ModelFiles.open(path).config.layer_preferences
+    PREFERENCES.path_of(files.path).unlink()
+    assert not ModelFiles.open(files.path).config.layer_preferences
 
 
 @pytest.mark.slow
