@@ -17,6 +17,7 @@ from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
+from inferlib.ops.prefill_attention import takes_lists
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
 from inferlib.option_checks import (
@@ -246,12 +247,12 @@ class EngineConfig:
         if (sparse := self.sparse_prefill) is None:
             return
         split = self.shards.size(axes.POSITIONS) > 1 or self.shards.size(axes.TOKENS) > 1
-        kernel = self.platform == "gpu" and self.backend.prefill_attention != "xla"
+        other = self.platform == "gpu" and not takes_lists(self.backend.prefill_attention)
         reasons = {
             "needs all positions of a row on each device: leave cp out of parallel": split,
             "does not run on Trainium: leave it out": self.platform == "neuron",
-            "makes lists of blocks, which the kernel for GPUs does not take: leave it out, or take the slower form of "
-            "XLA with backend='prefill_attention=xla'": kernel,
+            "makes lists of blocks, which of the kernels for GPUs only that for Hopper takes: leave it out, or take "
+            "the slower form of XLA with backend='prefill_attention=xla'": other,
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"sparse_prefill {str(sparse)!r} {why}")

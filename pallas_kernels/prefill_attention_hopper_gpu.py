@@ -6,7 +6,8 @@ turns: while one multiplies, the other one computes its softmax. A row is a quer
 head, and a program's rows belong to the same tokens, so both read the same blocks.
 
 A query sees a range of positions, so only the ends of a program's range are masked. Cells there may be NaN, and
-0 * NaN is NaN: the warpgroup that copies makes such values 0 before the others may read them.
+0 * NaN is NaN: the warpgroup that copies makes such values 0 before the others may read them. Where a list of blocks
+restricts what queries see, the program goes through its list in ascending order, and the same holds for its ends.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ _F32 = jnp.float32
 
 
 @dataclass(frozen=True)
+class ListShape:
+    """Lists of up to `most` blocks of `keys` positions, for each tile of `queries` tokens of a chunk and KV head."""
+
+    queries: int
+    keys: int
+    most: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """P chunks of C tokens, K KV heads of G query heads of size h, and N pages of S slots, of which a row has M.
 
     ring: slots of a row that positions go round; None: position p lives in the row's slot p. splits: programs that
-    share a range.
+    share a range. lists: None, or lists of blocks restrict what queries see.
     """
 
     chunks: int
@@ -56,14 +66,15 @@ class Shape:
     ring: int | None
     dtype: Any
     splits: int = 1
+    lists: ListShape | None = None
 
     @staticmethod
-    def of(q: Shaped, cache: KvCache, splits: int | None = None) -> Shape:
+    def of(q: Shaped, cache: KvCache, splits: int | None = None, lists: ListShape | None = None) -> Shape:
         """splits: by default as many as keep a GPU busy."""
         ring = cache.slots if cache.ring else None
         chunks, width, kv_heads, group, size = q.shape
         pages = cache.k.shape[-2], cache.columns or 1
-        shape = Shape(chunks, width, kv_heads, group, size, *pages, ring, q.dtype)
+        shape = Shape(chunks, width, kv_heads, group, size, *pages, ring, q.dtype, lists=lists)
         return replace(shape, splits=splits or shape.best_splits)
 
     @property
@@ -93,10 +104,22 @@ class Shape:
     @property
     def best_splits(self) -> int:
         """A power of two, of at most 8."""
-        longest = self.columns * self.page_slots // KEYS
+        longest = self.columns * self.page_slots // KEYS if self.lists is None else self.lists.most
         programs = self.kv_heads * self.shares * self.parts * self.chunks
         most = min(PROGRAMS // programs, longest // LEAST_BLOCKS, 8)
         return 1 << max(most, 1).bit_length() - 1
+
+    def list_start(self, chunk, head, part) -> Any:
+        """Where the list of a program's tile begins in all lists, one after another."""
+        assert self.lists is not None
+        tile = lax.div(part * self.tokens, jnp.int32(self.lists.queries))
+        tiles = pl.cdiv(self.width, self.lists.queries)
+        return ((chunk * self.kv_heads + head) * tiles + tile) * self.lists.most
+
+    def page_and_slots_of(self, place) -> tuple[Any, Any]:
+        """The page and the slots of a block at a place in k and v, in units of KEYS slots."""
+        per_page = jnp.int32(self.page_slots // KEYS)
+        return lax.div(place, per_page), pl.ds(lax.rem(place, per_page) * KEYS, KEYS)
 
     def page_and_slots(self, table, chunk, block) -> tuple[Any, Any]:
         """The page of a block of a chunk's row, and which of its slots. table: a ref [P * M]."""
@@ -107,7 +130,8 @@ class Shape:
 
 
 class _Range(NamedTuple):
-    """The blocks that a program reads, from `begin` to `end`; all its queries see those from `inner` to `outer`."""
+    """The blocks that a program reads, from `begin` to `end`; all its queries see those from `inner` to `outer`. These
+    are numbers of blocks, or, where there are lists, places in the program's list."""
 
     begin: Any
     inner: Any
@@ -121,7 +145,9 @@ class _Range(NamedTuple):
 
 class _Inputs(NamedTuple):
     """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * splits * 4]. table [P * M].
-    queries [P, C, K * G, h]. k, v [N, K, S, h]."""
+    queries [P, C, K * G, h]. k, v [N, K, S, h]. listed: None, or the numbers of lists' blocks [P * K * T * most], in
+    ascending order; places: the same blocks' places in k and v, in units of KEYS slots. Then ranges has a part for each
+    KV head, [P * parts * K * splits * 4]."""
 
     first: Any
     last: Any
@@ -130,6 +156,8 @@ class _Inputs(NamedTuple):
     queries: Any
     k: Any
     v: Any
+    listed: Any = None
+    places: Any = None
 
 
 class _Shared(NamedTuple):
@@ -158,8 +186,11 @@ def is_hopper() -> bool:
     return bool(devices) and all(device.compute_capability == "9.0" for device in devices)
 
 
-def unsupported(q: Shaped, cache: KvCache, options: AttentionOptions) -> str | None:
-    """Why the kernel does not run queries [P, C, K, G, h] over this cache; None: it does. Arrays may be shapes."""
+def unsupported(q: Shaped, cache: KvCache, options: AttentionOptions, *, lists: ListShape | None = None) -> str | None:
+    """Why the kernel does not run queries [P, C, K, G, h] over this cache; None: it does. Arrays may be shapes.
+
+    No other kernel for GPUs takes lists, so with lists it also runs where it leaves much of a GPU idle.
+    """
     if any(x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype for x in cache.arrays):
         cells = " and ".join(sorted({x.dtype.name for x in cache.arrays}))
         return f"queries of {q.dtype.name} and cells of {cells}, where it takes bfloat16 or float16 for all"
@@ -169,9 +200,13 @@ def unsupported(q: Shaped, cache: KvCache, options: AttentionOptions) -> str | N
         return "capped logits and sinks"
     if cache.k.shape[-2] % KEYS or (cache.ring and cache.slots % KEYS):
         return f"pages or rings that are no multiple of {KEYS} positions"
-    shape = Shape.of(q, cache)
+    shape = Shape.of(q, cache, lists=lists)
     if shape.width % shape.tokens or ROWS % shape.tokens or shape.tokens % 8:
         return f"chunks of {shape.width} tokens"
+    if lists is not None:
+        if lists.keys == KEYS and lists.queries % shape.tokens == 0:
+            return None
+        return f"lists of blocks of {lists.keys} positions for tiles of {lists.queries} tokens"
     if shape.group < LEAST_USED * GROUPS * shape.heads * shape.shares:
         return f"{shape.group} query heads of a KV head, which leave rows idle"
     if math.prod(shape.grid) < LEAST_PROGRAMS:
@@ -186,30 +221,43 @@ def prefill_attention(
     positions: jax.Array,
     options: AttentionOptions,
     *,
+    visits: jax.Array | None = None,
+    lists: ListShape | None = None,
     splits: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `inferlib.ops.prefill_attention`; each query may have its own window.
 
-    splits: programs that share a range; by default as many as keep a GPU busy. Returns out [P, C, K, G, h] in q's dtype
-    and lse [P, C, K, G] float32. Raises ValueError for what `unsupported` names.
+    visits [P, K, T, M] int32, of the shape `lists`: the queries of tile t see only positions of these blocks, each of
+    them once; block n begins at position n * lists.keys, and negative numbers are no block. splits: programs that share
+    a range; by default as many as keep a GPU busy. Returns out [P, C, K, G, h] in q's dtype and lse [P, C, K, G]
+    float32. Raises ValueError for what `unsupported` names, and for visits without `lists`.
     """
-    if reason := unsupported(q, cache, options):
-        raise ValueError(f"the kernel of prefill attention for Hopper does not take {reason}; use pallas_gpu or xla")
+    if (visits is None) != (lists is None):
+        raise ValueError("visits are numbers of blocks: pass `lists` with them, which says of what size")
+    if reason := unsupported(q, cache, options, lists=lists):
+        other = "pallas_gpu or xla" if lists is None else "xla"
+        raise ValueError(f"the kernel of prefill attention for Hopper does not take {reason}; use {other}")
     k, v, table = pages_of(cache, rows)
-    shape = Shape.of(q, cache, splits)
-    outs, lses = attend_shares(shape, options.scale, q, k, v, table, *seen(cache, rows, positions, options.window))
+    shape = Shape.of(q, cache, splits, lists)
+    ends = seen(cache, rows, positions, options.window)
+    outs, lses = attend_shares(shape, options.scale, q, k, v, table, *ends, visits)
     lses = jnp.moveaxis(lses.reshape(*lses.shape[:2], *q.shape[2:4], -1), -1, 2)
     return (outs[0], lses[0]) if shape.splits == 1 else merge(outs, lses, q.dtype, interpret=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers that are alike are traced and lowered once
-def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
+def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last, visits=None) -> tuple[jax.Array, jax.Array]:
     """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, K *
-    G, C] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v."""
+    G, C] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v. visits: None, or
+    the lists [P, K, T, most]."""
     chunks, width, kv_heads, group, size = q.shape
     of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in (first, last)]
     of_rows = [jnp.tile(x, (1, 1, shape.heads)) for x in of_parts]
     heads, splits = kv_heads * group, shape.splits
+    bounds, lists = _bounds(*of_parts), ()
+    if visits is not None:
+        ordered = jnp.sort(jnp.where(visits < 0, jnp.iinfo(jnp.int32).max, visits), axis=-1)
+        bounds, lists = _bounds_in_lists(shape, bounds, ordered), _flat_lists(shape, table, ordered)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, shape, scale),
         out_type=[
@@ -221,17 +269,37 @@ def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last) -> tu
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*of_rows, _ranges(splits, *of_parts), table.reshape(-1), q.reshape(chunks, width, heads, size), k, v)
+    )(*of_rows, _ranges(splits, *bounds), table.reshape(-1), q.reshape(chunks, width, heads, size), k, v, *lists)
     return out.reshape(splits, *q.shape), lse
 
 
-def _ranges(splits: int, first: jax.Array, last: jax.Array) -> jax.Array:
-    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens], and each of its
-    shares."""
+def _bounds(first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
+    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens]; [P, parts] each."""
     begin, end = first.min(axis=2) // KEYS, pl.cdiv(last.max(axis=2) + 1, KEYS)
     end = jnp.maximum(begin, end)
     inner = jnp.clip(pl.cdiv(first.max(axis=2), KEYS), begin, end)
     outer = jnp.clip((last.min(axis=2) + 1) // KEYS, inner, end)
+    return begin, inner, outer, end
+
+
+def _bounds_in_lists(shape: Shape, bounds: tuple[jax.Array, ...], ordered: jax.Array) -> tuple[jax.Array, ...]:
+    """The fields of `_Range` as places in lists [P, K, T, most] that ascend; [P, parts, K] each."""
+    assert shape.lists is not None
+    tiles = jnp.arange(shape.parts) * shape.tokens // shape.lists.queries
+    of_parts = jnp.moveaxis(ordered[:, :, tiles], 2, 1)  # [P, parts, K, most]
+    return tuple(jnp.sum(of_parts < x[..., None, None], axis=-1) for x in bounds)
+
+
+def _flat_lists(shape: Shape, table: jax.Array, ordered: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`listed` and `places` of `_Inputs`, of lists [P, K, T, most]. What is no block has some place."""
+    chunks = jnp.arange(shape.chunks)[:, None, None, None]
+    page, slots = shape.page_and_slots(table.reshape(-1), chunks, ordered)
+    places = page * (shape.page_slots // KEYS) + slots.start // KEYS
+    return ordered.reshape(-1), places.astype(jnp.int32).reshape(-1)
+
+
+def _ranges(splits: int, begin: jax.Array, inner: jax.Array, outer: jax.Array, end: jax.Array) -> jax.Array:
+    """The fields of `_Range` for each share of ranges, all of them in a row."""
     begin, inner, outer, end = (x[..., None] for x in (begin, inner, outer, end))
     count, share = pl.cdiv(end - begin, splits), jnp.arange(splits)
     starts, stops = (jnp.minimum(begin + count * n, end) for n in (share, share + 1))
@@ -263,7 +331,10 @@ def _kernel(shape: Shape, scale: float, *refs) -> None:
     def run(*scratch) -> None:
         shared, number = _Shared(*scratch), lax.axis_index("group")
         chunk, part = shape.chunks - 1 - lax.axis_index("chunk"), lax.axis_index("part")  # the longest come first
-        at = ((chunk * shape.parts + part) * shape.splits + lax.axis_index("split")) * 4
+        program = chunk * shape.parts + part
+        if shape.lists is not None:
+            program = program * shape.kv_heads + lax.axis_index("head")
+        at = (program * shape.splits + lax.axis_index("split")) * 4
         blocks = _Range(*(inputs.ranges[at + i] for i in range(4)))
 
         @pl.when(number < GROUPS)
@@ -282,10 +353,14 @@ def _kernel(shape: Shape, scale: float, *refs) -> None:
 def _fetch(shape: Shape, inputs: _Inputs, shared: _Shared, blocks: _Range, chunk) -> None:
     """Copy the blocks to shared memory, one after the other."""
     head = lax.axis_index("head")
+    start = None if shape.lists is None else shape.list_start(chunk, head, lax.axis_index("part"))
 
     def copy(i, free: bool) -> None:
         block, stage = blocks.begin + i, lax.rem(i, jnp.int32(STAGES))
-        page, slots = shape.page_and_slots(inputs.table, chunk, block)
+        if start is None:
+            page, slots = shape.page_and_slots(inputs.table, chunk, block)
+        else:
+            page, slots = shape.page_and_slots_of(inputs.places[start + block])
         if not free:
             plgpu.barrier_wait(shared.k_free.at[stage])
         plgpu.copy_gmem_to_smem(inputs.k.at[page, head, slots], shared.k.at[stage], shared.k_ready.at[stage])
@@ -324,7 +399,10 @@ def _clean(values) -> None:
 def _compute(shape: Shape, scale: float, inputs: _Inputs, outputs, shared: _Shared, blocks: _Range, chunk) -> None:
     """The rows of one warpgroup."""
     number, layout = lax.axis_index("group"), plgpu.Layout.WGMMA
-    step = _Step(scale * LOG2E, shared, blocks, number, *_queries(shape, inputs, shared, chunk))
+    start, listed = None, inputs.listed
+    if listed is not None:
+        start = shape.list_start(chunk, lax.axis_index("head"), lax.axis_index("part"))
+    step = _Step(scale * LOG2E, shared, blocks, number, *_queries(shape, inputs, shared, chunk), listed, start)
     full = lambda value, *of: jnp.full(of, value, _F32)  # noqa: E731
     top, total = (plgpu.layout_cast(full(value, ROWS), layout.reduce(1)) for value in (NOTHING, 0))
     carry = plgpu.layout_cast(full(0, ROWS, shape.size), layout), top, total
@@ -382,7 +460,8 @@ def _queries(shape: Shape, inputs: _Inputs, shared: _Shared, chunk) -> tuple[Any
 
 @dataclass(frozen=True)
 class _Step:
-    """A warpgroup's queries and one block. factor: of logits, to base 2."""
+    """A warpgroup's queries and one block. factor: of logits, to base 2. listed: all lists, or None; start: where the
+    program's list begins in it."""
 
     factor: float
     shared: _Shared
@@ -391,6 +470,8 @@ class _Step:
     queries: Any
     first: Any
     last: Any
+    listed: Any
+    start: Any
 
     def next_turn(self) -> None:
         plgpu.barrier_arrive(self.shared.turn)
@@ -401,6 +482,8 @@ class _Step:
         (acc, top, total), shared = carry, self.shared
         i = block - self.blocks.begin
         stage = lax.rem(i, jnp.int32(STAGES))
+        if masked and self.listed is not None:
+            block = self.listed[self.start + block]
         logits = pl.run_scoped(functools.partial(self._logits, stage), plgpu.WGMMAAccumulatorRef((ROWS, KEYS), _F32))
         plgpu.barrier_arrive(shared.k_free.at[stage])
         logits = self._masked(logits, block) if masked else logits

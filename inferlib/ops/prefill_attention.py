@@ -45,19 +45,48 @@ def choose(
     q: Shaped | None = None,
     *,
     listed: BlockList | None = None,
+    plain: bool = True,
 ) -> Choice:
     """The implementation for a cache, whose arrays may be shapes, as may the list of blocks.
 
     window: an array, or its shape, if it is each query's own. q: the queries [P, C, K, G, h]; None: they are not known
-    yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked.
+    yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked. plain: logits have neither a softcap
+    nor sinks, which matters for lists on GPUs.
     """
     if backend == "xla":
         return Choice(backend)
-    return Choice.of(backend, _lacks(cache, window, backend, q, listed))
+    return Choice.of(
+        backend, _lacks(cache, window, backend, q, listed) or _lists_lack(cache, backend, q, listed, plain)
+    )
+
+
+def takes_lists(backend: str) -> bool:
+    """Whether an implementation takes lists of blocks, on GPUs those of this process."""
+    if backend == "pallas_gpu":
+        from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper
+
+        return is_hopper()
+    return backend != "nki"
+
+
+def _lists_lack(cache: KvCache, backend: str, q: Shaped | None, listed: BlockList | None, plain: bool) -> str | None:
+    if listed is None or q is None or backend != "pallas_gpu":
+        return None
+    from inferlib.pallas_kernels import prefill_attention_hopper_gpu as hopper
+
+    if not plain:
+        return "lists of blocks with capped logits or sinks"
+    return hopper.unsupported(shape_of(q), cache, AttentionOptions(1.0), lists=_gpu_lists(listed))
+
+
+def _gpu_lists(listed: BlockList):
+    from inferlib.pallas_kernels.prefill_attention_hopper_gpu import ListShape
+
+    return ListShape(listed.queries, listed.keys, listed.numbers.shape[-1])
 
 
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, listed: BlockList | None) -> str | None:
-    if listed is not None and backend != "pallas_tpu":
+    if listed is not None and not takes_lists(backend):
         return "lists of blocks"
     if cache.packed:
         return "a cache of int4"
@@ -103,7 +132,7 @@ def prefill_attention(
     The chunk's own keys and values are in the cache already. In a ring there are at least as many slots as the window
     and the span of a chunk. Rows that do not exist (absent chunks) give garbage that the caller ignores.
     options.window: one for all queries, or [P, C] of each, which only "xla" and "pallas_gpu" take. listed: a query sees
-    no position outside these blocks; "xla" and "pallas_tpu" take them.
+    no position outside these blocks; "xla", "pallas_tpu" and, on Hopper GPUs, "pallas_gpu" take them.
     backend: "xla"; "nki" for the Trainium kernel (no scales); "pallas_gpu" (no scales, half precision)
     and "pallas_tpu", which read only blocks that are seen, and are interpreted on CPU. "xla" alone reads packed cells.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for what the backend does not
@@ -111,9 +140,13 @@ def prefill_attention(
     """
     if backend != "xla" and cache.packed:
         raise ValueError(f"backend {backend!r} takes no packed cells; use xla")
-    if backend in ("nki", "pallas_gpu") and (cache.scaled or listed is not None):
-        lacking = "scales of keys and values" if cache.scaled else "list of blocks"
-        raise ValueError(f"backend {backend!r} takes no {lacking}; use xla")
+    if backend in ("nki", "pallas_gpu") and cache.scaled:
+        raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
+    if listed is not None and not takes_lists(backend):
+        where = " here, but on Hopper GPUs" if backend == "pallas_gpu" else ""
+        raise ValueError(f"backend {backend!r} takes no list of blocks{where}; use xla")
+    if backend == "pallas_gpu" and listed is not None:
+        return _lists_by_gpu_kernel(q, cache, rows, positions, options, listed)
     if backend == "pallas_gpu":
         return _by_gpu_kernel(q, cache, rows, positions, options)
     if backend == "nki":
@@ -138,6 +171,14 @@ def _by_gpu_kernel(q, cache: KvCache, rows, positions, options: AttentionOptions
         best = hopper.prefill_attention
     forms = dict(cpu=partial(run, interpreted), default=partial(run, best))
     return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
+
+
+def _lists_by_gpu_kernel(
+    q, cache: KvCache, rows, positions, options: AttentionOptions, listed: BlockList
+) -> tuple[jax.Array, jax.Array]:
+    from inferlib.pallas_kernels.prefill_attention_hopper_gpu import prefill_attention
+
+    return prefill_attention(q, cache, rows, positions, options, visits=listed.numbers, lists=_gpu_lists(listed))
 
 
 def _by_tpu_kernel(

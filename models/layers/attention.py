@@ -386,7 +386,8 @@ class GroupedStep:
         sparse, listed = self.sparse, None
         if sparse is not None and q is not None:
             listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(self.ctx.max_len, cells.slots))
-        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention, q, listed=listed)
+        plain, backend = options.softcap is None and options.sinks is None, self.ctx.backend.prefill_attention
+        return prefill_attention.choose(cells, options.window, backend, q, listed=listed, plain=plain)
 
     @property
     def sparse(self) -> SparsePrefill | None:

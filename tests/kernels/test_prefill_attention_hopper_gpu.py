@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache
-from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper, prefill_attention, unsupported
+from inferlib.pallas_kernels.prefill_attention_hopper_gpu import ListShape, is_hopper, prefill_attention, unsupported
 from tests.helpers.attention_calls import on_prefill_kernel
 from tests.helpers.attention_calls import prefill_attention as by_xla
 from tests.helpers.prefill_attention_cases import Case
@@ -34,6 +35,23 @@ CASES = {
     "chunks of 8": replace(PAGED, width=8, group=16),
     "ranges that programs share": replace(PAGED, starts=(0, 600, 127, -1, 90, 1000), columns=9),
 }
+LISTS = {
+    "lists": replace(PAGED, width=128, starts=(0, 128, 640, -1, 257, 1000), columns=9, listed=4),
+    "lists of small tiles": replace(PAGED, listed=3),
+    "lists for stacked layers and pages of 256": replace(PAGED, width=128, slots=256, columns=3, layers=2, listed=3),
+    "lists for one head": replace(PAGED, width=128, group=1, size=64, listed=5),
+    "lists for a window in a ring": replace(
+        PAGED, width=64, slots=384, columns=1, ring=True, listed=2, options={"window": 200}
+    ),
+}
+
+
+def with_lists(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the kernel: those of the operation, with the list of blocks as an array and its sizes."""
+    if (listed := inputs.pop("listed", None)) is None:
+        return inputs
+    shape = ListShape(listed.queries, listed.keys, listed.numbers.shape[-1])
+    return inputs | {"visits": listed.numbers, "lists": shape}
 
 
 def shapes_of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache, jax.ShapeDtypeStruct]:
@@ -46,12 +64,13 @@ def shapes_of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache, jax
 
 
 @needs_hopper
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | LISTS)
 def test_equals_attention_by_xla(name):
     """Slots that no query sees hold NaN and infinities."""
-    case = CASES[name]
+    case = (CASES | LISTS)[name]
     inputs, static = case.inputs(3), case.static()
-    got, want = (run(**inputs, **static) for run in (on_prefill_kernel(prefill_attention), by_xla))
+    want = by_xla(**inputs, **static)
+    got = on_prefill_kernel(prefill_attention)(**with_lists(inputs), **static)
     there = np.array(case.starts) >= 0
     for x, y in zip(got, want, strict=True):
         x, y = (np.asarray(v, np.float32)[there] for v in (x, y))
@@ -61,25 +80,52 @@ def test_equals_attention_by_xla(name):
 
 @needs_hopper
 @pytest.mark.parametrize("splits", [2, 8])
-def test_shares_of_ranges_merge_to_the_whole(splits):
-    inputs, kernel = PAGED.inputs(4), on_prefill_kernel(prefill_attention)
-    got, want = (kernel(**inputs, **PAGED.static(), splits=n) for n in (splits, 1))
-    there = np.array(STARTS) >= 0
+@pytest.mark.parametrize("case", [PAGED, LISTS["lists"]], ids=["ranges", "lists"])
+def test_shares_of_ranges_merge_to_the_whole(splits, case):
+    inputs, kernel = with_lists(case.inputs(4)), on_prefill_kernel(prefill_attention)
+    got, want = (kernel(**inputs, **case.static(), splits=n) for n in (splits, 1))
+    there = np.array(case.starts) >= 0
     for x, y in zip(got, want, strict=True):
         x, y = (np.asarray(v, np.float32)[there] for v in (x, y))
         assert np.linalg.norm(x - y) <= 4e-3 * np.linalg.norm(y)
 
 
-@pytest.mark.parametrize("name", ["pages", "a ring", "ranges that programs share"])
+@needs_hopper
+def test_a_list_of_all_blocks_is_no_list():
+    """Bit by bit: a program reads the same blocks in the same order."""
+    case = replace(LISTS["lists"], listed=9)
+    inputs, static, kernel = with_lists(case.inputs(5)), case.static(), on_prefill_kernel(prefill_attention)
+    inputs["visits"] = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32)[::-1], inputs["visits"].shape)
+    got = kernel(**inputs, **static, splits=1)
+    want = kernel(**{name: x for name, x in inputs.items() if name not in ("visits", "lists")}, **static, splits=1)
+    there = np.array(case.starts) >= 0
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(v, np.float32)[there] for v in (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["pages", "a ring", "ranges that programs share", "lists"])
 def test_lowers_anywhere(name):
-    q, cache, positions = shapes_of(CASES[name])
-    rows = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32)
-    options = AttentionOptions(0.1, CASES[name].options.get("window"))
-    run = jax.jit(partial(prefill_attention, options=options))
+    case = (CASES | LISTS)[name]
+    q, cache, positions = shapes_of(case)
+    rows, lists = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32), {}
+    if case.listed:
+        lists = with_lists({"listed": case.inputs(0)["listed"]})
+    run = jax.jit(partial(prefill_attention, options=AttentionOptions(0.1, case.options.get("window")), **lists))
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = run.trace(q, cache, rows, positions).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+def test_lists_run_where_programs_are_few():
+    """As no other kernel for GPUs takes lists; their blocks have the kernel's size."""
+    q, cache, _ = shapes_of(replace(PAGED, starts=(0,), width=128, group=1))
+    options, lists = AttentionOptions(0.1), ListShape(128, 128, 3)
+    assert unsupported(q, cache, options)
+    assert unsupported(q, cache, options, lists=lists) is None
+    assert "blocks of 64" in (unsupported(q, cache, options, lists=replace(lists, keys=64)) or "")
+    assert "sinks" in (unsupported(q, cache, replace(options, sinks=jnp.zeros((8, 1))), lists=lists) or "")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops import sparse_prefill
 from inferlib.ops.prefill_attention import choose, prefill_attention
 from inferlib.ops.sparse_prefill import BLOCK, METHODS, SAMPLED, STRIDE, SparsePrefill, block_list, listed_blocks
+from inferlib.pallas_kernels import prefill_attention_hopper_gpu
 
 PAGE, HEADS, GROUP, SIZE, SCALE = 64, 2, 2, 8, 0.5
 SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
@@ -222,7 +223,7 @@ def test_options():
     assert SparsePrefill("mean", 0.9, 0.01).max_blocks(1024, 1024) == 3
 
 
-def test_kernels_without_lists_are_not_chosen():
+def test_kernels_without_lists_are_not_chosen(monkeypatch):
     q = jax.ShapeDtypeStruct((1, 256, 2, 4, 128), jnp.bfloat16)
     cell = jax.ShapeDtypeStruct((8, 2, 128, 128), jnp.bfloat16)
     cache = KvCache(cell, cell, pages=jax.ShapeDtypeStruct((1, 8), jnp.int32))
@@ -230,3 +231,8 @@ def test_kernels_without_lists_are_not_chosen():
     assert choose(cache, None, "pallas_tpu", q, listed=listed).name == "pallas_tpu"
     refused = choose(cache, None, "pallas_gpu", q, listed=listed)
     assert (refused.name, refused.reason) == ("xla", "lists of blocks")
+    monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: True)
+    assert choose(cache, None, "pallas_gpu", q, listed=listed).name == "pallas_gpu"
+    assert choose(cache, None, "pallas_gpu", q, plain=False).name == "pallas_gpu"
+    capped = choose(cache, None, "pallas_gpu", q, listed=listed, plain=False)
+    assert (capped.name, capped.reason) == ("xla", "lists of blocks with capped logits or sinks")
