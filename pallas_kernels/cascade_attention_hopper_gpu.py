@@ -36,8 +36,8 @@ def attend_prefixes(q: jax.Array, cache: KvCache, prefixes: Prefixes, options: A
     of_chunks = jnp.minimum(members.at[tiles].get(mode="clip"), rows - 1)
     k, v, tables = pages_of(replace(cache, pages=prefixes.pages), of_chunks[:, 0])
     shape = prefill.Shape.of(queries, cache, splits=1)
-    seen = (jnp.broadcast_to(x[:, None], (chunks, width)) for x in (first, last))
-    outs, lses = prefill.attend_shares(shape, options.scale, q[of_chunks], k, v, tables, *seen)
+    seen = prefill.Seen(*(jnp.broadcast_to(x[:, None], (chunks, width)) for x in (first, last)))
+    outs, lses = prefill.attend_shares(shape, options.scale, q[of_chunks], k, v, tables, seen)
     heads = kv_heads * group
     return PrefixShares(
         outs.reshape(chunks, -1, size),

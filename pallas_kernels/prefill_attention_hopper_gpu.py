@@ -129,6 +129,15 @@ class Shape:
         return table[chunk * self.columns + column], pl.ds(lax.rem(block, jnp.int32(per_page)) * KEYS, KEYS)
 
 
+class Seen(NamedTuple):
+    """What queries see: positions from `first` to `last`, [P, C] each. visits: None, or in these only the blocks of the
+    lists [P, K, T, most]."""
+
+    first: jax.Array
+    last: jax.Array
+    visits: jax.Array | None = None
+
+
 class _Range(NamedTuple):
     """The blocks that a program reads, from `begin` to `end`; all its queries see those from `inner` to `outer`. These
     are numbers of blocks, or, where there are lists, places in the program's list."""
@@ -239,23 +248,22 @@ def prefill_attention(
         raise ValueError(f"the kernel of prefill attention for Hopper does not take {reason}; use {other}")
     k, v, table = pages_of(cache, rows)
     shape = Shape.of(q, cache, splits, lists)
-    ends = seen(cache, rows, positions, options.window)
-    outs, lses = attend_shares(shape, options.scale, q, k, v, table, *ends, visits)
+    of_queries = Seen(*seen(cache, rows, positions, options.window), visits)
+    outs, lses = attend_shares(shape, options.scale, q, k, v, table, of_queries)
     lses = jnp.moveaxis(lses.reshape(*lses.shape[:2], *q.shape[2:4], -1), -1, 2)
     return (outs[0], lses[0]) if shape.splits == 1 else merge(outs, lses, q.dtype, interpret=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers that are alike are traced and lowered once
-def attend_shares(shape: Shape, scale: float, q, k, v, table, first, last, visits=None) -> tuple[jax.Array, jax.Array]:
+def attend_shares(shape: Shape, scale: float, q, k, v, table, of_queries: Seen) -> tuple[jax.Array, jax.Array]:
     """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, K *
-    G, C] float32. first, last [P, C]: the positions that queries see. table [P, M]: pages in k and v. visits: None, or
-    the lists [P, K, T, most]."""
+    G, C] float32. table [P, M]: pages in k and v."""
     chunks, width, kv_heads, group, size = q.shape
-    of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in (first, last)]
+    of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in of_queries[:2]]
     of_rows = [jnp.tile(x, (1, 1, shape.heads)) for x in of_parts]
     heads, splits = kv_heads * group, shape.splits
     bounds, lists = _bounds(*of_parts), ()
-    if visits is not None:
+    if (visits := of_queries.visits) is not None:
         ordered = jnp.sort(jnp.where(visits < 0, jnp.iinfo(jnp.int32).max, visits), axis=-1)
         bounds, lists = _bounds_in_lists(shape, bounds, ordered), _flat_lists(shape, table, ordered)
     out, lse = plgpu.kernel(

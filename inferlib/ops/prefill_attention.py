@@ -45,18 +45,18 @@ def choose(
     q: Shaped | None = None,
     *,
     listed: BlockList | None = None,
-    plain: bool = True,
+    capped: bool = False,
 ) -> Choice:
     """The implementation for a cache, whose arrays may be shapes, as may the list of blocks.
 
     window: an array, or its shape, if it is each query's own. q: the queries [P, C, K, G, h]; None: they are not known
-    yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked. plain: logits have neither a softcap
-    nor sinks, which matters for lists on GPUs.
+    yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked. capped: logits have a softcap, or
+    there are sinks, which matters for lists on GPUs.
     """
     if backend == "xla":
         return Choice(backend)
     return Choice.of(
-        backend, _lacks(cache, window, backend, q, listed) or _lists_lack(cache, backend, q, listed, plain)
+        backend, _lacks(cache, window, backend, q, listed) or _lists_lack(cache, backend, q, listed, capped)
     )
 
 
@@ -69,12 +69,12 @@ def takes_lists(backend: str) -> bool:
     return backend != "nki"
 
 
-def _lists_lack(cache: KvCache, backend: str, q: Shaped | None, listed: BlockList | None, plain: bool) -> str | None:
+def _lists_lack(cache: KvCache, backend: str, q: Shaped | None, listed: BlockList | None, capped: bool) -> str | None:
     if listed is None or q is None or backend != "pallas_gpu":
         return None
     from inferlib.pallas_kernels import prefill_attention_hopper_gpu as hopper
 
-    if not plain:
+    if capped:
         return "lists of blocks with capped logits or sinks"
     return hopper.unsupported(shape_of(q), cache, AttentionOptions(1.0), lists=_gpu_lists(listed))
 

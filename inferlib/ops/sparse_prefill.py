@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,6 +20,7 @@ from jax import lax
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.ops.int4_cells import decoded_keys
+from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import cells_of_rows
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
@@ -70,6 +71,15 @@ class SparsePrefill:
         """The most blocks of a list, for sequences of up to max_len tokens and a cache of `slots` slots a row. It is
         the same for all lengths of the cache, so that a row's lists do not depend on the rows beside it."""
         return min(max(math.ceil(self.share * blocks_in(max_len)), LEAST), blocks_in(slots))
+
+
+class Listing(NamedTuple):
+    """How chunks list blocks: an estimate, the most blocks of a list, and the backend of `prefill_attention` that takes
+    the lists. With "pallas_gpu" a kernel makes XAttention's scores where it can, and reads keys where they lie."""
+
+    sparse: SparsePrefill
+    most: int
+    backend: str = "xla"
 
 
 class Tiles(NamedTuple):
@@ -168,18 +178,44 @@ def block_list(
     positions: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
-    sparse: SparsePrefill,
-    most: int,
+    listing: Listing,
 ) -> BlockList:
-    """The lists of chunks, of `most` blocks each: queries q [P, C, K, G, h], whose keys are in the cache already.
+    """The lists of chunks: queries q [P, C, K, G, h], whose keys are in the cache already.
 
     rows [P], positions [P, C]: as `prefill_attention` takes them, consecutive. lengths [P] int32: tokens of a chunk;
     what is behind them may be anything, and so may cells behind their positions.
     """
-    tiles = _tiles(q, cache, rows, positions, lengths)
-    scores = METHODS[sparse.method](tiles, options)
-    numbers = listed_blocks(scores, tiles.first, tiles.last, sparse.threshold, most)
+    first, last = _ends(positions, lengths)
+    sparse = listing.sparse
+    if _kernel_scores(q, cache, listing):
+        scores = _by_gpu_kernel(q, cache, rows, first, last, options)
+    else:
+        scores = METHODS[sparse.method](_tiles(q, cache, rows, positions, lengths), options)
+    numbers = listed_blocks(scores, first, last, sparse.threshold, listing.most)
     return BlockList(numbers, tile_of(q.shape[1]), BLOCK)
+
+
+def _kernel_scores(q: jax.Array, cache: KvCache, listing: Listing) -> bool:
+    """Whether the kernel for GPUs makes the scores."""
+    if listing.backend != "pallas_gpu" or listing.sparse.method != "xattention":
+        return False
+    from inferlib.pallas_kernels import antidiagonals_gpu
+
+    return antidiagonals_gpu.unsupported(q, cache, tile_of(q.shape[1])) is None
+
+
+def _by_gpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptions) -> jax.Array:
+    """The scores of `antidiagonals` by the kernel for GPUs, which CPUs interpret."""
+    from inferlib.pallas_kernels import antidiagonals_gpu
+
+    (chunks, count), tile = first.shape, tile_of(q.shape[1])
+    q = _padded(q, 1, count * tile).reshape(chunks, count, tile, *q.shape[2:])
+
+    def run(q, k, rows, first, last, *, interpret: bool):
+        tiles, of_call = antidiagonals_gpu.Tiles(q, rows, first, last), replace(cache, k=k, v=None)
+        return antidiagonals_gpu.block_scores(tiles, of_call, options, interpret=interpret)
+
+    return run_kernel(run, q, cache.k, rows, first, last)
 
 
 def shape_of_list(q: Shaped, most: int) -> BlockList:
@@ -194,21 +230,27 @@ def tile_of(width: int) -> int:
     return min(BLOCK, width)
 
 
+def _ends(positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`first` and `last` of `Tiles`, for chunks at positions [P, C] of which `lengths` [P] tokens count."""
+    tile = tile_of(positions.shape[1])
+    first = positions[:, ::tile]
+    last = jnp.minimum(first + tile, (positions[:, 0] + lengths)[:, None]) - 1
+    return first, jnp.where(last >= first, last, -1)
+
+
 def _tiles(q: jax.Array, cache: KvCache, rows: jax.Array, positions: jax.Array, lengths: jax.Array) -> Tiles:
     (chunks, width), tile = positions.shape, tile_of(q.shape[1])
     count = -(-width // tile)
     ends = positions[:, 0] + lengths  # of the chunks
     q = jnp.where((positions < ends[:, None])[..., None, None, None], q, 0)
     q = _padded(q, 1, count * tile).reshape(chunks, count, tile, *q.shape[2:])
-    first = positions[:, ::tile]
-    last = jnp.minimum(first + tile, ends[:, None]) - 1
     keys = decoded_keys(cells_of_rows(cache, cache.k, rows), q.dtype)
     if cache.k_scales is not None:
         keys = keys.astype(jnp.float32) * cells_of_rows(cache, cache.k_scales, rows)[..., None]
     there = jnp.arange(keys.shape[2]) < ends[:, None]
     keys = jnp.where(there[:, None, :, None], keys, 0).astype(q.dtype)
     keys = _padded(keys, 2, blocks_in(keys.shape[2]) * BLOCK)
-    return Tiles(_padded(q, 2, -(-tile // STRIDE) * STRIDE), keys, first, jnp.where(last >= first, last, -1))
+    return Tiles(_padded(q, 2, -(-tile // STRIDE) * STRIDE), keys, *_ends(positions, lengths))
 
 
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:

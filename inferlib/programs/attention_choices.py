@@ -97,8 +97,8 @@ def _choose_prefill(
             cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.sparse_prefill, None
             if sparse is not None and spec.reach is None:
                 listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(config.max_len, cache.slots))
-            plain = spec.softcap is None and not spec.sinks
-            yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed, plain=plain)
+            capped = spec.softcap is not None or spec.sinks
+            yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed, capped=capped)
 
 
 def _arrays(config: EngineConfig, block: BlockCache) -> list[Any]:

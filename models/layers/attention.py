@@ -48,7 +48,7 @@ from inferlib.ops.matmul import Activations, as_array, choose, matmul_partials
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.ops.selected_pages import Selector
-from inferlib.ops.sparse_prefill import SparsePrefill
+from inferlib.ops.sparse_prefill import Listing, SparsePrefill
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
@@ -386,8 +386,8 @@ class GroupedStep:
         sparse, listed = self.sparse, None
         if sparse is not None and q is not None:
             listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(self.ctx.max_len, cells.slots))
-        plain, backend = options.softcap is None and options.sinks is None, self.ctx.backend.prefill_attention
-        return prefill_attention.choose(cells, options.window, backend, q, listed=listed, plain=plain)
+        capped, backend = options.softcap is not None or options.sinks is not None, self.ctx.backend.prefill_attention
+        return prefill_attention.choose(cells, options.window, backend, q, listed=listed, capped=capped)
 
     @property
     def sparse(self) -> SparsePrefill | None:
@@ -405,8 +405,8 @@ class GroupedStep:
         listed = None
         if (sparse := self.sparse) is not None:
             places_of = places.rows, numbers, ctx.batch.chunk_lengths[which]
-            most = sparse.max_blocks(ctx.max_len, cells.slots)
-            listed = sparse_prefill.block_list(queries, cells, *places_of, options, sparse, most)
+            listing = Listing(sparse, sparse.max_blocks(ctx.max_len, cells.slots), backend)
+            listed = sparse_prefill.block_list(queries, cells, *places_of, options, listing)
         out = prefill_attention.prefill_attention(
             queries, cells, places.rows, numbers, options, listed=listed, backend=backend
         )

@@ -83,11 +83,11 @@ def test_equals_rows_alone(backend, group, monkeypatch):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def by_xla(shape, scale, q, k, v, table, first, last) -> tuple[jax.Array, jax.Array]:
+def by_xla(shape, scale, q, k, v, table, of_queries) -> tuple[jax.Array, jax.Array]:
     """What `prefill_attention_hopper_gpu.attend_shares` returns for one program a range."""
     keys, values = (jnp.moveaxis(x[table], 1, 2).reshape(len(table), x.shape[1], -1, x.shape[-1]) for x in (k, v))
     position = jnp.arange(keys.shape[2])
-    seen = (position >= first[..., None]) & (position <= last[..., None])
+    seen = (position >= of_queries.first[..., None]) & (position <= of_queries.last[..., None])
     out, lse = masked_attention(q, keys, values, seen, AttentionOptions(scale))
     return out[None], jnp.moveaxis(lse, 1, -1).reshape(1, len(q), -1, q.shape[1])
 

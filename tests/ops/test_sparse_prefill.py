@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops import sparse_prefill
 from inferlib.ops.prefill_attention import choose, prefill_attention
-from inferlib.ops.sparse_prefill import BLOCK, METHODS, SAMPLED, STRIDE, SparsePrefill, block_list, listed_blocks
-from inferlib.pallas_kernels import prefill_attention_hopper_gpu
+from inferlib.ops.sparse_prefill import (
+    BLOCK,
+    METHODS,
+    SAMPLED,
+    STRIDE,
+    Listing,
+    SparsePrefill,
+    block_list,
+    listed_blocks,
+)
+from inferlib.pallas_kernels import antidiagonals_gpu, prefill_attention_hopper_gpu
 
 PAGE, HEADS, GROUP, SIZE, SCALE = 64, 2, 2, 8, 0.5
 SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
 BLOCKS = -(-SLOTS // BLOCK)
 CHUNKS = [(640, 300), (0, 300), (384, 141), (128, 1), (512, 0)]  # where chunks start, and their tokens
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 
 class Inputs(NamedTuple):
@@ -117,7 +130,7 @@ def test_lists_what_the_paper_lists(kind, method):
     tiles = jax.jit(sparse_prefill._tiles)(it.queries, it.cache, it.rows, it.positions, it.lengths)
     scores = np.asarray(jax.jit(partial(METHODS[method], options=options))(tiles))
     sparse, most = SparsePrefill(method, 0.7), 5
-    make = partial(block_list, options=options, sparse=sparse, most=most)
+    make = partial(block_list, options=options, listing=Listing(sparse, most))
     listed = jax.jit(make)(it.queries, it.cache, it.rows, it.positions, it.lengths)
     numbers, sizes = np.asarray(listed.numbers), set()
     for row, head, tile in np.ndindex(numbers.shape[:3]):
@@ -138,6 +151,51 @@ def test_lists_what_the_paper_lists(kind, method):
     assert len(sizes) > 2
 
 
+@pytest.mark.parametrize(
+    ("softcap", "interpret"),
+    [(None, True), pytest.param(5.0, True, marks=pytest.mark.slow), pytest.param(None, False, marks=needs_gpu)],
+)
+def test_the_kernel_scores_as_xla_does(softcap, interpret):
+    """Tiles of one row, of one chunk or of two, share the keys; a program has tiles of several rows."""
+    it, options = inputs("outliers"), AttentionOptions(SCALE, softcap=softcap)
+    starts = np.array([384, 640, 0, 128, 512])
+    positions = jnp.asarray(starts[:, None] + np.arange(WIDTH), jnp.int32)
+    lengths = np.array([256, 300, 300, 1, 0])
+    q = jnp.asarray(np.where((np.arange(WIDTH) < lengths[:, None])[..., None, None, None], it.q, np.nan), jnp.float32)
+    places = jnp.array([0, 0, 1, 3, 4]), positions, jnp.asarray(lengths)
+    cells = it.cache.k if interpret else it.cache.k.astype(jnp.bfloat16)
+    q, cache = q.astype(cells.dtype), replace(it.cache, k=cells, v=None)
+
+    @jax.jit
+    def both(q, cache, rows, positions, lengths):
+        tiles = sparse_prefill._tiles(q, cache, rows, positions, lengths)
+        xla = METHODS["xattention"](tiles, options)
+        queries = jnp.pad(q, [(0, 0), (0, 84), *[(0, 0)] * 3]).reshape(len(starts), 3, BLOCK, HEADS, GROUP, SIZE)
+        kernel = antidiagonals_gpu.Tiles(queries, rows, tiles.first, tiles.last)
+        return antidiagonals_gpu.block_scores(kernel, cache, options, interpret=interpret), xla, tiles.last
+
+    got, want, last = both(q, cache, *places)
+    np.testing.assert_allclose(got, want, rtol=1e-4 if interpret else 1e-2, atol=1e-6 if interpret else 1e-3)
+    assert np.isfinite(got).all()
+    assert (np.sum(got, axis=(1, 3)) > 0).tolist() == (last >= 0).tolist()
+
+
+@pytest.mark.parametrize(("size", "pages"), [(128, 4), (64, None)])
+def test_the_kernel_lowers_to_triton(size, pages):
+    shapes: tuple = (6, 128, 2, 3, size), (24, 2, 512, size)
+    q, cell = (cast("Any", jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in shapes)
+    cache = KvCache(cell, cell, pages=pages and cast("Any", jax.ShapeDtypeStruct((6, pages), jnp.int32)))
+    listing = Listing(SparsePrefill("xattention", 1.0), 3, "pallas_gpu")
+    integer = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        run = jax.jit(partial(block_list, options=AttentionOptions(1.0), listing=listing))
+        text = (
+            run.trace(q, cache, integer(6), integer(6, 128), integer(6)).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    assert "xla.gpu.triton" in text
+
+
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas_tpu"])
 def test_all_blocks_are_all_there_is(backend):
     """Full attention to the bit in XLA's form; a short list leaves something out."""
@@ -154,7 +212,7 @@ def test_all_blocks_are_all_there_is(backend):
 
     @partial(jax.jit, static_argnums=(0, 1))  # of arguments: XLA would fold constants, which takes it seconds
     def attend(sparse, most, queries, cache, rows, positions, lengths):
-        listed = sparse and block_list(queries, cache, rows, positions, lengths, options, sparse, most)
+        listed = sparse and block_list(queries, cache, rows, positions, lengths, options, Listing(sparse, most))
         return prefill_attention(queries, cache, rows, positions, options, listed=listed, backend=backend)[0]
 
     short = SparsePrefill("xattention", 0.3)
@@ -175,7 +233,8 @@ def test_chunks_list_what_the_prompt_lists():
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, 512, HEADS, GROUP, SIZE)), jnp.float32)
     k = jnp.asarray(rng.normal(size=(1, HEADS, 512, SIZE)), jnp.float32)
-    make = partial(block_list, options=AttentionOptions(SCALE), sparse=SparsePrefill("xattention", 0.6), most=4)
+    listing = Listing(SparsePrefill("xattention", 0.6), 4)
+    make = partial(block_list, options=AttentionOptions(SCALE), listing=listing)
     whole = make(q, KvCache(k, k), *places(0, 512)).numbers
     for start, end in ((0, 256), (256, 512), (384, 512)):
         behind = jnp.where(jnp.arange(512)[:, None] < end, k, jnp.nan)
@@ -233,6 +292,6 @@ def test_kernels_without_lists_are_not_chosen(monkeypatch):
     assert (refused.name, refused.reason) == ("xla", "lists of blocks")
     monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: True)
     assert choose(cache, None, "pallas_gpu", q, listed=listed).name == "pallas_gpu"
-    assert choose(cache, None, "pallas_gpu", q, plain=False).name == "pallas_gpu"
-    capped = choose(cache, None, "pallas_gpu", q, listed=listed, plain=False)
+    assert choose(cache, None, "pallas_gpu", q, capped=True).name == "pallas_gpu"
+    capped = choose(cache, None, "pallas_gpu", q, listed=listed, capped=True)
     assert (capped.name, capped.reason) == ("xla", "lists of blocks with capped logits or sinks")
