@@ -157,9 +157,8 @@ def _kernel(first_ref, last_ref, runs_ref, ends_ref, table_ref, q_ref, k_ref, ou
     q_at = tile[:, None], head, jnp.minimum(member, sizes.group - 1)[:, None]
     blocks = part * (STRIDES * STRIDE // BLOCK) + jnp.arange(STRIDES * STRIDE // BLOCK)
 
-    def of_run(i, _) -> None:
-        stop = plgpu.load(ends_ref.at[group * sizes.together + i])
-        chunk = jnp.minimum(group * sizes.together + i, count - 1) // sizes.tiles
+    def of_run(chunk, number, stop) -> None:
+        """The tiles of one row, whose keys end at `stop`; the first of them is `number`, of this chunk."""
         page = plgpu.load(table_ref.at[chunk, jnp.minimum(key // sizes.page_slots, table_ref.shape[1] - 1)])
 
         def add(r, logits):
@@ -169,14 +168,20 @@ def _kernel(first_ref, last_ref, runs_ref, ends_ref, table_ref, q_ref, k_ref, ou
             k = _load(k_ref, (page[:, None], head, (key % sizes.page_slots + r)[:, None]), columns, key + r < stop)
             return logits + plgpu.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST)
 
-        rounds = jnp.where(stop > part * (STRIDES * STRIDE), STRIDE, 0)
+        rounds = (stop > part * (STRIDES * STRIDE)).astype(jnp.int32) * STRIDE
         logits = lax.fori_loop(0, rounds, add, jnp.zeros((sizes.lines, STRIDES), jnp.float32)) * factor
         logits = capped(logits, softcap)
         logits = jnp.where((key[None] <= end[:, None]) & there[:, None], logits, -jnp.inf)
-        mask = (runs == i)[:, None]
+        mask = (runs == number)[:, None]
         plgpu.store(out_ref.at[place[:, None], head, inside[:, None], blocks[None]], _log_sums(logits), mask=mask)
 
-    lax.fori_loop(0, sizes.together, of_run, None)
+    def of_tile(i, _) -> None:
+        at = group * sizes.together + i
+        begins = plgpu.load(runs_ref.at[at]) == i
+        chunk, stop = jnp.minimum(at, count - 1) // sizes.tiles, plgpu.load(ends_ref.at[at])
+        pl.when(begins)(functools.partial(of_run, chunk, i, stop))
+
+    lax.fori_loop(0, sizes.together, of_tile, None)
 
 
 def _log_sums(logits: jax.Array) -> jax.Array:
