@@ -13,6 +13,7 @@ from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import EngineConfig, EngineOptions
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.ops.sparse_prefill import gathers_nothing
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand
@@ -98,7 +99,8 @@ def _temporaries(config: EngineConfig, model: AbstractModel) -> int:
 
 
 def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
-    """Bytes that XLA's attention writes: the rows' cells, and the logits of a step's prompt tokens."""
+    """Bytes that XLA's attention writes: the rows' cells, the logits of a step's prompt tokens, and the keys of their
+    rows where it lists blocks."""
     layers, most = Choices.of(config, model, _plan(config, model)).layers, 0
     for layers_of_one, choice in layers["prefill_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
@@ -106,6 +108,11 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
             heads = model.layout.heads(spec)
             logits = heads.groups * heads.queries // config.shards.size(axes.KV_HEADS) * config.max_len * 4
             most = max(most, 2 * config.buckets.prefill[-1] // config.shards.size(axes.TOKENS) * logits)
+        if config.sparse_prefill is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
+            heads, chunks = model.layout.heads(spec), max(p for p, _ in config.prefill_shapes())
+            keys = heads.groups // config.shards.size(axes.KV_HEADS) * config.max_len * spec.head_dim
+            gathered = 2 * chunks * keys * model.dtype.itemsize  # as they are, and with zeros behind the row's end
+            most = max(most, 0 if gathers_nothing(config.sparse_prefill, choice.name) else gathered)
     for layers_of_one, choice in layers["decode_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
         if choice.name == "xla" and isinstance(spec, AttentionSpec | MlaSpec):

@@ -195,9 +195,15 @@ def block_list(
     return BlockList(numbers, tile_of(q.shape[1]), BLOCK)
 
 
+def gathers_nothing(sparse: SparsePrefill, backend: str) -> bool:
+    """Whether a kernel makes the scores, for lists that this backend of `prefill_attention` takes; it reads keys where
+    they lie. XLA's forms gather the keys of each chunk's row first."""
+    return backend == "pallas_gpu" and sparse.method == "xattention"
+
+
 def _kernel_scores(q: jax.Array, cache: KvCache, listing: Listing) -> bool:
     """Whether the kernel for GPUs makes the scores."""
-    if listing.backend != "pallas_gpu" or listing.sparse.method != "xattention":
+    if not gathers_nothing(listing.sparse, listing.backend):
         return False
     from inferlib.pallas_kernels import antidiagonals_gpu
 
