@@ -14,6 +14,7 @@ from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.config import DeviceKind, EngineOptions
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.option_checks import ConfigurationError
+from inferlib.pallas_kernels import prefill_attention_hopper_gpu
 from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism
@@ -106,7 +107,8 @@ def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
         ({"platform": "gpu"}, "only that for Hopper takes.*backend='prefill_attention=xla'"),
     ],
 )
-def test_what_cannot_be_sparse(options, message):
+def test_what_cannot_be_sparse(options, message, monkeypatch):
+    monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: False)
     with pytest.raises(ConfigurationError, match=message):
         resolve(**options)
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops.choice import Choice
 from inferlib.ops.prefill_attention import BlockList, choose
+from inferlib.pallas_kernels import prefill_attention_hopper_gpu
 from inferlib.pallas_kernels.prefill_attention_gpu import Blocks, splits_of
 from inferlib.pallas_kernels.prefill_attention_gpu import prefill_attention as kernel
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
@@ -59,7 +60,8 @@ def test_tiles_of_a_prompt_equal_one_chunk():
         np.testing.assert_allclose(got, tile(np.asarray(want)), rtol=1e-6, atol=1e-6)
 
 
-def test_the_operation_runs_it():
+def test_the_operation_runs_it(monkeypatch):
+    monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: False)
     case = Case((0, 30, -1), slots=80, heads=1, dtype=jnp.bfloat16)
     case.check(partial(prefill_attention, backend="pallas_gpu"))
     for lacking, changes in {
