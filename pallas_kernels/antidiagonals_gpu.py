@@ -74,9 +74,12 @@ def unsupported(q: Shaped, cache: KvCache, tile: int) -> str | None:
         return f"queries of {q.dtype.name} and cells of {cache.k.dtype.name}"
     if cache.k.shape[-2] % STRIDE:
         return f"pages of {cache.k.shape[-2]} positions"
-    if (lines := _Sizes(1, tile, q.shape[3], BLOCK).of_tile) > LINES:
-        return f"{lines} lines of a tile"
-    return None
+    return None if fits(tile, q.shape[3]) else f"tiles of {tile} tokens with {q.shape[3]} query heads of a KV head"
+
+
+def fits(tile: int, group: int) -> bool:
+    """Whether a program has room for the lines of a tile of `tile` tokens and `group` query heads."""
+    return _Sizes(1, tile, group, BLOCK).of_tile <= LINES
 
 
 def block_scores(tiles: Tiles, cache: KvCache, options: AttentionOptions, *, interpret: bool = False) -> jax.Array:

@@ -112,7 +112,8 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
             heads, chunks = model.layout.heads(spec), max(p for p, _ in config.prefill_shapes())
             keys = heads.groups // config.shards.size(axes.KV_HEADS) * config.max_len * spec.head_dim
             gathered = 2 * chunks * keys * model.dtype.itemsize  # as they are, and with zeros behind the row's end
-            most = max(most, 0 if gathers_nothing(config.sparse_prefill, choice.name) else gathered)
+            in_place = gathers_nothing(config.sparse_prefill, choice.name, heads.queries)
+            most = max(most, 0 if in_place else gathered)
     for layers_of_one, choice in layers["decode_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
         if choice.name == "xla" and isinstance(spec, AttentionSpec | MlaSpec):

@@ -195,15 +195,20 @@ def block_list(
     return BlockList(numbers, tile_of(q.shape[1]), BLOCK)
 
 
-def gathers_nothing(sparse: SparsePrefill, backend: str) -> bool:
-    """Whether a kernel makes the scores, for lists that this backend of `prefill_attention` takes; it reads keys where
-    they lie. XLA's forms gather the keys of each chunk's row first."""
-    return backend == "pallas_gpu" and sparse.method == "xattention"
+def gathers_nothing(sparse: SparsePrefill, backend: str, group: int) -> bool:
+    """Whether a kernel makes the scores of tiles of 128 tokens and `group` query heads of a KV head, for lists that
+    this backend of `prefill_attention` takes; it reads keys where they lie. XLA's forms gather the keys of each chunk's
+    row first."""
+    if backend != "pallas_gpu" or sparse.method != "xattention":
+        return False
+    from inferlib.pallas_kernels import antidiagonals_gpu
+
+    return antidiagonals_gpu.fits(BLOCK, group)
 
 
 def _kernel_scores(q: jax.Array, cache: KvCache, listing: Listing) -> bool:
     """Whether the kernel for GPUs makes the scores."""
-    if not gathers_nothing(listing.sparse, listing.backend):
+    if not gathers_nothing(listing.sparse, listing.backend, q.shape[3]):
         return False
     from inferlib.pallas_kernels import antidiagonals_gpu
 

@@ -23,6 +23,7 @@ from inferlib.ops.sparse_prefill import (
     Listing,
     SparsePrefill,
     block_list,
+    gathers_nothing,
     listed_blocks,
 )
 from inferlib.pallas_kernels import antidiagonals_gpu, prefill_attention_hopper_gpu
@@ -180,6 +181,15 @@ def test_the_kernel_scores_as_xla_does(softcap, interpret):
     assert (np.sum(got, axis=(1, 3)) > 0).tolist() == (last >= 0).tolist()
 
 
+def test_what_gathers_no_keys():
+    """On GPUs, XAttention's scores of up to 16 query heads of a KV head."""
+    xattention = SparsePrefill("xattention", 0.9)
+    assert gathers_nothing(xattention, "pallas_gpu", 16)
+    assert not gathers_nothing(xattention, "pallas_gpu", 17)
+    assert not gathers_nothing(xattention, "pallas_tpu", 4)
+    assert not gathers_nothing(SparsePrefill("sample", 0.9), "pallas_gpu", 4)
+
+
 @pytest.mark.parametrize(("size", "pages"), [(128, 4), (64, None)])
 def test_the_kernel_lowers_to_triton(size, pages):
     shapes: tuple = (6, 128, 2, 3, size), (24, 2, 512, size)
@@ -288,6 +298,7 @@ def test_kernels_without_lists_are_not_chosen(monkeypatch):
     cache = KvCache(cell, cell, pages=jax.ShapeDtypeStruct((1, 8), jnp.int32))
     listed = sparse_prefill.shape_of_list(q, 4)
     assert choose(cache, None, "pallas_tpu", q, listed=listed).name == "pallas_tpu"
+    monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: False)
     refused = choose(cache, None, "pallas_gpu", q, listed=listed)
     assert (refused.name, refused.reason) == ("xla", "lists of blocks")
     monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: True)
