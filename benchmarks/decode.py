@@ -7,15 +7,16 @@
     python benchmarks/decode.py --config llama3-8b --batch 8 --cache 32768 --cache-policy keydiff:2048 --steps 512
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full except
-for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts. "host
-us" is our own Python per dispatch, "enqueue us" the call that starts a program. Both overlap with the device, and are
-medians, since pauses of Python's garbage collector fall on either by chance. The floor of a step is the bytes that it
-must read (weights once, each live key and value once, and the experts that are chosen if all are equally likely) over
-the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on a GPU with a static cache and
-torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the floor has what is read of
-the cache, and the summaries. With --cache-policy rows begin with as many tokens as they keep, a median is of as many
-steps as lie between two compactions, these included, and the floor has the cells that rows have on average. --prefill
-NxL also times N prompts of L tokens, from the first's start to the last's first token.
+for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts;
+--rotated and --rank add what calibrated weights may have: inputs of down projections that are rotated while the model
+runs, and branches of low rank. "host us" is our own Python per dispatch, "enqueue us" the call that starts a program.
+Both overlap with the device, and are medians, since pauses of Python's garbage collector fall on either by chance. The
+floor of a step is the bytes that it must read (weights once, each live key and value once, and the experts that are
+chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on
+a GPU with a static cache and torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the
+floor has what is read of the cache, and the summaries. With --cache-policy rows begin with as many tokens as they keep,
+a median is of as many steps as lie between two compactions, these included, and the floor has the cells that rows have
+on average. --prefill NxL also times N prompts of L tokens, from the first's start to the last's first token.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from rich.table import Table
 
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
+from inferlib.calibration.rotation import online_rotation
 from inferlib.checkpoint.load import load_weights
 from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize
 from inferlib.doctor.rates import copy_bandwidth
@@ -262,6 +264,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=128, help="decode steps to time")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     parser.add_argument("--quantization", choices=QUANTIZATIONS)
+    parser.add_argument(
+        "--rotated", action="store_true", help="rotate the inputs of down projections, as hadamard does"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="of a branch beside each quantized weight; default: none")
     parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument(
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
@@ -278,6 +284,8 @@ def arguments() -> argparse.Namespace:
         if len(prefill) not in (0, 2) or not all(n.isdecimal() and int(n) for n in prefill):
             raise ValueError(f"--prefill {args.prefill}: write prompts x tokens, such as 32x2000")
         args.prefill = [int(n) for n in prefill]
+        if args.rank < 0 or ((args.rotated or args.rank) and not args.quantization):
+            raise ValueError("--rotated, and a --rank of 1 or more, are of quantized weights: give --quantization")
         args.files = ModelFiles.open(args.model) if args.model else None
         backend_option(args.backend)
     args.parser, args.name = parser, args.config or args.model
@@ -296,6 +304,9 @@ def main() -> None:
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
+    if quantization:
+        rotation = online_rotation(abstract_model(config, dtype).weights) if args.rotated else 0
+        quantization = replace(quantization, rotation=rotation, rank=args.rank)
     reads = {"attention_pages": args.attention_pages, "cache_policy": args.cache_policy}
     how: dict[str, Any] = {"backend": args.backend, **reads}
     with user_errors(args.parser):
@@ -322,7 +333,8 @@ def main() -> None:
         if prefill:
             print(json.dumps({"model": args.name, "device": device, "prefill_tokens_per_second": prefill}))
     else:
-        stored = ", ".join(filter(None, (args.quantization or dtype, *reads.values())))
+        parts = "rotated inputs" if args.rotated else None, f"a branch of rank {args.rank}" if args.rank else None
+        stored = ", ".join(filter(None, (args.quantization or dtype, *parts, *reads.values())))
         show(f"{args.name}, {stored}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
         if prefill:
             print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens: {prefill:,.0f} tokens/s")

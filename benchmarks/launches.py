@@ -46,10 +46,12 @@ gpu_device_info {
   memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability { major: 9 minor: 0 }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 13 }
 """
 # Instructions that start nothing on the device.
 _FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}

@@ -233,7 +233,7 @@ class QkvPartials:
 
     partials [S, B, K, G + 2, h] float32: their sum over S, rounded to dtype, is the projection. squares [B, n] float32:
     given if the projected rows are an RMS norm without its factor; they sum to a row's sum of squares before the norm,
-    `inputs` is the number of a row's inputs, and `eps` belongs to the norm.
+    `inputs` is the number of a row's inputs, and `eps` belongs to the norm. addend [B, K, G + 2, h]: added to the sum.
     """
 
     partials: jax.Array
@@ -241,6 +241,7 @@ class QkvPartials:
     squares: jax.Array | None = None
     inputs: int | None = None
     eps: float = 0.0
+    addend: jax.Array | None = None
 
 
 @dataclass(frozen=True)

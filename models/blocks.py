@@ -101,7 +101,7 @@ class Block(nnx.Module):
 
     def feed_forward(
         self, y: Activations, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
-    ) -> tuple[jax.Array, Load]:
+    ) -> tuple[Any, Load]:
         """This device's partial sum, and the load of its experts."""
         if isinstance(self.mlp, Moe):
             return self.mlp(as_array(y), ctx, layer)

@@ -21,6 +21,7 @@ TILE = 128  # columns of a program. It has 4 warps; 8 in `added`, which reads mo
 def summed(
     partials: jax.Array,
     squares: jax.Array | None = None,
+    addend: jax.Array | None = None,
     *,
     inputs: int = 0,
     eps: float = 0.0,
@@ -28,7 +29,7 @@ def summed(
     dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum `partials` [S, M, O] over S -> [M, O], or the activation [M, O / 2] of the sum's halves.
+    """Sum `partials` [S, M, O] over S, plus addend [M, O] -> [M, O], or the activation [M, O / 2] of the sum's halves.
 
     Both are rounded to the dtype, before the activation too.
 
@@ -39,32 +40,38 @@ def summed(
     halves = 2 if activation else 1
     outputs = columns // halves
 
-    def kernel(partials_ref, squares_ref, out_ref):
+    def kernel(partials_ref, squares_ref, addend_ref, out_ref):
         row, at = pl.program_id(1), pl.program_id(0) * TILE + jnp.arange(TILE)
         factor = norm_factor(squares_ref, row, inputs, eps) if squares_ref is not None else 1.0
-        y = [_sum(partials_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
+        y = [_sum(partials_ref, addend_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
         y = [part.astype(dtype) for part in y]
         y = activation(*(part.astype(jnp.float32) for part in y)).astype(dtype) if activation else y[0]
         plgpu.store(out_ref.at[row, at], y, mask=at < outputs)
 
     out = jax.ShapeDtypeStruct((rows, outputs), dtype)
-    return _call(kernel, "summed", (partials, squares), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
+    return _call(kernel, "summed", (partials, squares, addend), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
 
 
 def added(
-    partials: jax.Array, residual: jax.Array, weight: jax.Array, *, interpret: bool = False
+    partials: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array,
+    addend: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`partials` [S, M, D], residual [M, D], weight [D] -> x [M, D], the sum over S, rounded, plus the residual;
-    y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x squared."""
+    """`partials` [S, M, D], residual [M, D], weight [D], addend [M, D] -> x [M, D], the sum over S plus addend,
+    rounded, plus the residual; y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x
+    squared."""
     rows, width = residual.shape
     tiles = pl.cdiv(width, TILE)
 
-    def kernel(partials_ref, residual_ref, weight_ref, x_ref, y_ref, squares_ref):
+    def kernel(partials_ref, residual_ref, weight_ref, addend_ref, x_ref, y_ref, squares_ref):
         tile, row = pl.program_id(0), pl.program_id(1)
         at = tile * TILE + jnp.arange(TILE)
         real = at < width
         load = lambda ref, *place: plgpu.load(ref.at[(*place, at)], mask=real, other=0).astype(jnp.float32)  # noqa: E731
-        branch = _sum(partials_ref, row, at, real).astype(x_ref.dtype).astype(jnp.float32)
+        branch = _sum(partials_ref, addend_ref, row, at, real).astype(x_ref.dtype).astype(jnp.float32)
         x = (load(residual_ref, row) + branch).astype(x_ref.dtype)
         plgpu.store(x_ref.at[row, at], x, mask=real)
         x = x.astype(jnp.float32)
@@ -73,14 +80,17 @@ def added(
 
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     out = [like, like, jax.ShapeDtypeStruct((rows, tiles), jnp.float32)]
-    return _call(kernel, "added", (partials, residual, weight), out, (tiles, rows), 8, interpret)
+    return _call(kernel, "added", (partials, residual, weight, addend), out, (tiles, rows), 8, interpret)
 
 
-def _sum(partials_ref, row, at, real):
-    """The sum over partial sums of a row's columns `at`, [TILE]."""
+def _sum(partials_ref, addend_ref, row, at, real):
+    """The sum over partial sums of a row's columns `at`, [TILE], plus the addend."""
     splits = partials_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(splits))[:, None]
-    return plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0).sum(axis=0)
+    y = plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0).sum(axis=0)
+    if addend_ref is None:
+        return y
+    return y + plgpu.load(addend_ref.at[row, at], mask=real, other=0).astype(jnp.float32)
 
 
 def norm_factor(squares_ref, row, inputs: int, eps: float):

@@ -42,7 +42,7 @@ def qkv_attention(
     `decode_attention_gpu.decode_attention`.
     Returns out [B, K, G, h] and the cache's k and v with the new cells. Raises ValueError for other shapes.
     """
-    products, squares, stored = _products(qkv)
+    products, addend, squares, stored = _products(qkv)
     rows, kv_heads, _, size = products.shape[-4:]
     split = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window)
     inputs_norm = (None, 0.0)
@@ -51,7 +51,9 @@ def qkv_attention(
         if rows * kv_heads * split["splits"] > over_cache.CONCURRENT or products.shape[0] > MOST_SHARES:
             norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
             flat = products.reshape(*products.shape[:2], -1)
-            products, squares = summed(flat, squares, **norm).reshape(products.shape[1:]), None
+            addend = None if addend is None else addend.reshape(rows, -1)
+            products = summed(flat, squares, addend, **norm).reshape(products.shape[1:])
+            addend = squares = None
     kernel = partial(
         _kernel,
         norm=transforms.norms and (transforms.eps, transforms.offset),
@@ -64,7 +66,7 @@ def qkv_attention(
     q_norm, k_norm = transforms.norms or (None, None)
     cos, sin = transforms.rope or (None, None)
     operands = _Operands(
-        *(lengths, products, cache.k, cache.values, squares, transforms.bias, q_norm, k_norm, cos, sin),
+        *(lengths, products, cache.k, cache.values, addend, squares, transforms.bias, q_norm, k_norm, cos, sin),
         *(options.sinks, cache.pages),
     )
     parts, lses, k, v = _call(kernel, operands, split["splits"], stored, interpret)
@@ -72,27 +74,30 @@ def qkv_attention(
     return out, k, v
 
 
-def _products(qkv: jax.Array | QkvPartials) -> tuple[jax.Array, jax.Array | None, jax.typing.DTypeLike]:
-    """The projection or its partial sums, the squares of its norm, and the dtype of the projection."""
+def _products(
+    qkv: jax.Array | QkvPartials,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.typing.DTypeLike]:
+    """The projection or its partial sums, what is added to these, the squares of its norm, and its dtype."""
     if not isinstance(qkv, QkvPartials):
         if qkv.ndim != 4:
             raise ValueError(f"a projection is [B, K, G + 2, h], and partial sums come as QkvPartials, not {qkv.shape}")
-        return qkv, None, qkv.dtype
+        return qkv, None, None, qkv.dtype
     if qkv.partials.ndim != 5:
         raise ValueError(f"partial sums are [S, B, K, G + 2, h], not {qkv.partials.shape}")
     if qkv.squares is not None and qkv.inputs is None:
         raise ValueError("squares of a norm need the number of a row's inputs")
-    return qkv.partials, qkv.squares, qkv.dtype
+    return qkv.partials, qkv.addend, qkv.squares, qkv.dtype
 
 
 class _Operands(NamedTuple):
-    """lengths [B], products [(S,) B, K, G + 2, h], k and v [N, K, S, h], squares [B, n], bias [K, G + 2, h], q_norm and
-    k_norm [h], cos and sin [B, r / 2], sinks [K, G], pages [B, M]."""
+    """lengths [B], products [(S,) B, K, G + 2, h], k and v [N, K, S, h], addend [B, K, G + 2, h], squares [B, n],
+    bias [K, G + 2, h], q_norm and k_norm [h], cos and sin [B, r / 2], sinks [K, G], pages [B, M]."""
 
     lengths: Any
     products: Any
     k: Any
     v: Any
+    addend: Any
     squares: Any
     bias: Any
     q_norm: Any
@@ -115,7 +120,7 @@ def _specs(x: _Operands) -> _Operands:
 
     page, table = page_specs(x.k, x.pages, 0, 1)
     head = x.products.shape[-2:]
-    products = pl.BlockSpec((None, None, *head), lambda b, h, s: (b, h, 0, 0))
+    of_row_and_head = products = pl.BlockSpec((None, None, *head), lambda b, h, s: (b, h, 0, 0))
     if x.products.ndim == 5:
         products = pl.BlockSpec((x.products.shape[0], None, None, *head), lambda b, h, s: (0, b, h, 0, 0))
     return _Operands(
@@ -123,6 +128,7 @@ def _specs(x: _Operands) -> _Operands:
         products,
         page,
         page,
+        None if x.addend is None else of_row_and_head,
         whole(x.squares),
         of_head(x.bias),
         whole(x.q_norm),
@@ -167,6 +173,7 @@ def _kernel(
     made_ref,
     k_ref,
     v_ref,
+    addend_ref,
     squares_ref,
     bias_ref,
     q_norm_ref,
@@ -192,7 +199,8 @@ def _kernel(
     programs,
 ):
     """One share: lengths_ref [B], made_ref [G + 2, h] or [P, G + 2, h], bias_ref [G + 2, h], k_ref, v_ref [S, h] or,
-    with table_ref [M], [N, K, S, h], squares_ref [B, n], q_norm_ref, k_norm_ref [h], cos_ref, sin_ref [r / 2],
+    with table_ref [M], [N, K, S, h], addend_ref [G + 2, h], squares_ref [B, n], q_norm_ref, k_norm_ref [h], cos_ref,
+    sin_ref [r / 2],
     sinks_ref [G], out_ref [G, h], lse_ref [G], k_out, v_out: the cache itself."""
     (group, size), row, split = out_ref.shape, pl.program_id(0), pl.program_id(2)
     heads = jnp.arange(over_cache.power_of_two(group))
@@ -210,7 +218,8 @@ def _kernel(
         """[..., C] float32 of some heads."""
         mask = (slot < group + 2) & (column < size)
         load = lambda ref, *at: plgpu.load(ref.at[(*at, slot, column)], mask=mask, other=0).astype(jnp.float32)  # noqa: E731
-        x = rounded(sum(load(made_ref, *share) for share in shares) * factor)
+        x = sum(load(made_ref, *share) for share in shares)
+        x = rounded((x if addend_ref is None else x + load(addend_ref)) * factor)
         return x if bias_ref is None else rounded(x + load(bias_ref))
 
     def finished(slot, weight_ref):

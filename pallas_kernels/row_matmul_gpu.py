@@ -98,22 +98,23 @@ def unsupported(x_dtype, values: jax.Array | jax.ShapeDtypeStruct, group: int | 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["squares"],
+    data_fields=["squares", "addend"],
     meta_fields=["activation", "eps", "partials", "dtype"],
 )
 @dataclass(frozen=True)
 class Epilogue:
     """What follows a product of M rows.
 
-    squares, eps: results are multiplied by the factor of the RMS norm of x, see `partial_sums_gpu`. activation: makes
-    one [M, O] of two results, of two parts or side by side in one, each rounded to dtype before. partials: return the
-    split-K partial sums [S, M, P O] float32 instead, with no activation and no norm.
+    addend [M, P O]: added to the sums. squares, eps: results are then multiplied by the factor of the RMS norm of x,
+    see `partial_sums_gpu`. activation: makes one [M, O] of two results, of two parts or side by side in one, each
+    rounded to dtype before. partials: return the split-K partial sums [S, M, P O] float32 instead, and nothing else.
     """
 
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     squares: jax.Array | None = None
     eps: float = 0.0
     partials: bool = False
+    addend: jax.Array | None = None
     dtype: jax.typing.DTypeLike = jnp.float32
 
 
@@ -176,8 +177,8 @@ def _check(x: jax.Array, values: jax.Array, group: int | None, ids: jax.Array | 
         raise ValueError(f"the GPU kernel for few rows does not run {reason}")
     if epilogue.squares is not None and ids is not None:
         raise ValueError("the GPU kernel for few rows takes a norm's squares for rows without ids")
-    if epilogue.partials and (epilogue.activation is not None or epilogue.squares is not None):
-        raise ValueError("partial sums are of the product alone: leave out the activation and the norm's squares")
+    if epilogue.partials and any(x is not None for x in (epilogue.activation, epilogue.squares, epilogue.addend)):
+        raise ValueError("partial sums are of the product alone: leave out the activation, squares and the addend")
     if ids is None and x.shape[0] > ROWS:
         raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, not {x.shape}")
     if ids is not None and ids.size % x.shape[0]:
@@ -196,12 +197,13 @@ def _finished(out: jax.Array, epilogue: Epilogue, inputs: int, interpret: bool) 
     splits, count, parts, outputs = out.shape
     if epilogue.partials:
         return out.reshape(splits, count, -1)
-    activation, squares = epilogue.activation, epilogue.squares
+    activation, squares, addend = epilogue.activation, epilogue.squares, epilogue.addend
     runs = activation is not None and _runs(activation)
     if squares is not None or runs:
         y = summed(
             out.reshape(splits, count, -1),
             squares,
+            addend,
             inputs=inputs,
             eps=epilogue.eps,
             activation=activation if runs else None,
@@ -211,7 +213,8 @@ def _finished(out: jax.Array, epilogue: Epilogue, inputs: int, interpret: bool) 
         if runs:
             return y
     else:
-        y = jnp.sum(out, axis=0).astype(epilogue.dtype)
+        y = jnp.sum(out, axis=0)
+        y = (y if addend is None else y + addend.reshape(y.shape)).astype(epilogue.dtype)
     if activation is None:
         return y.reshape(count, parts, outputs)
     return activation(*jnp.split(y.reshape(count, -1), 2, axis=1))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inferlib.ops.matmul import Activations, Weight, as_array, matmul, precision_of
+from inferlib.ops.branch_matmul import beside, branch_matmul
+from inferlib.ops.matmul import Activations, Weight, as_array, matmul
 from inferlib.ops.read_whole import ReadWhole
 
 
@@ -52,27 +52,22 @@ def adapted_matmul(
     are those of `matmul`. Where a device has a part of *I or *O, the result is its part of the sum, as it is of the
     weight's own product.
     """
-    y = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend)
-    y = y + change(as_array(x), w, slots).astype(y.dtype)
+    y, thin = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend), as_array(x)
+    if beside(thin.shape[0], thin.dtype, backend):
+        y = lax.optimization_barrier(y)  # XLA would add inside the weight's product, which would wait for the change
+    y = y + change(thin, w, slots, backend).astype(y.dtype)
     return y if activation is None else activation(y[:, 0], y[:, 1])
 
 
-def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array) -> jax.Array:
+def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array, backend: str | None = None) -> jax.Array:
     """What adapters add to the product, [T, *O].
 
     One product with the factors of all slots, of which each token keeps those of its own, and one back: for a few
-    adapters of low rank these are two small products, however tokens and adapters are mixed. XLA:GPU makes the first
-    one and the weight's own a single product, if both arrays begin with the dimensions that are summed over.
+    adapters of low rank these are two small products, however tokens and adapters are mixed.
     """
-    tokens, (parts, count, rank) = x.shape[0], w.a.shape[-3:]
-    options: dict[str, Any] = dict(precision=precision_of(x.dtype), preferred_element_type=x.dtype)
-    a, b = w.a.reshape(*w.a.shape[:-3], -1), w.b.reshape(parts, count * rank, *w.b.shape[3:])
-    inputs = tuple(range(1, x.ndim)), tuple(range(a.ndim - 1))
-    low = lax.dot_general(x, a, (inputs, ((), ())), **options)
+    parts, count, rank = w.a.shape[-3:]
+    a = w.a.reshape(*w.a.shape[:-3], parts, count * rank)
+    b = w.b.reshape(parts, count * rank, *w.b.shape[3:])
     slot_of_column = np.repeat(np.arange(1, count + 1, dtype=np.int32), rank)
-    if parts == 1:
-        low = jnp.where(slots[:, None] == slot_of_column, low, 0)
-        y = lax.dot_general(low, b[0], (((1,), (0,)), ((), ())), **options)
-        return y[:, None] if w.apart else y
-    low = jnp.where(slots[:, None, None] == slot_of_column, low.reshape(tokens, parts, -1), 0)
-    return jnp.moveaxis(lax.dot_general(low, b, (((2,), (1,)), ((1,), (0,))), **options), 0, 1)
+    y = branch_matmul(x, a, b, slots[:, None] == slot_of_column, backend=backend)
+    return y if w.apart else y[:, 0]

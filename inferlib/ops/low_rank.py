@@ -7,12 +7,13 @@ https://arxiv.org/abs/2402.02446; Li et al. 2024, "SVDQuant", https://arxiv.org/
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.branch_matmul import branch_matmul
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
@@ -38,18 +39,18 @@ class LowRankWeight(ReadWhole):
         a, b = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (self.a, self.b))
         return LowRankWeight(self.base.of_layer(layer), a, b)
 
-    def parted(self, x: jax.Array) -> tuple[jax.Array, QuantizedTensor | PackedTensor]:
-        """The inputs [T, *I], rotated if the weight says so, and the weight that multiplies them as they are then."""
+    def parted(self, x: Any) -> tuple[Any, QuantizedTensor | PackedTensor]:
+        """The inputs [T, *I], rotated if the weight says so, and the weight that multiplies them as they are then.
+
+        Inputs that are a norm are none that weights rotate.
+        """
         rotation = self.base.rotation
         return (rotated(x, rotation), replace(self.base, rotation=0)) if rotation else (x, self.base)
 
-    def branch(self, x: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
-        """What the factors add, [T, *O], of inputs that are rotated already."""
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        summed = tuple(range(1, x.ndim)), tuple(range(self.a.ndim - 1))
-        low = lax.dot_general(x, self.a.astype(x.dtype), (summed, ((), ())), precision, preferred_element_type=x.dtype)
-        dimensions = (((1,), (0,)), ((), ()))
-        return lax.dot_general(low, self.b.astype(x.dtype), dimensions, precision, preferred_element_type=out_dtype)
+    def branch(self, x: jax.Array, out_dtype: jax.typing.DTypeLike, backend: str | None = None) -> jax.Array:
+        """What the factors add, [T, *O], of inputs that are rotated already. backend: as in `inferlib.ops.matmul`."""
+        a, b = self.a.astype(x.dtype)[..., None, :], self.b.astype(x.dtype)[None]
+        return branch_matmul(x, a, b, backend=backend)[:, 0].astype(out_dtype)
 
 
 def factor_arrays(

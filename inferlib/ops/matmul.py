@@ -20,6 +20,7 @@ from inferlib.ops.hadamard import rotated
 from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
+from inferlib.ops.partial_sums import PartialSums
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 from inferlib.ops.residual_norm import DeferredNorm
 
@@ -101,11 +102,15 @@ def matmul(
     return product.activated(_dense(as_array(x), cast(jax.Array, w), product, transposed))
 
 
-def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
-    """x [T, *I] times w [*I, *O] -> split-K partial sums [S, T, *O] float32, whose sum over S is the product.
+def matmul_partials(x: jax.Array, w: QuantizedTensor | LowRankWeight, *, contract: int = 1) -> PartialSums:
+    """x [T, *I] times w [*I, *O] -> the product [T, *O], in split-K partial sums.
 
     For weights that `choose(..., partials=True)` multiplies by a kernel.
     """
+    if isinstance(w, LowRankWeight):
+        x, base = w.parted(x)
+        assert isinstance(base, QuantizedTensor)
+        return replace(matmul_partials(x, base, contract=contract), addend=w.branch(x, x.dtype))
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, blocks, row_matmul
 
     x = rotated(x, w.rotation) if w.rotation else x
@@ -121,7 +126,7 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> j
         y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, *outer)
         return jnp.pad(y, [(0, splits - 1), *[(0, 0)] * (y.ndim - 1)])
 
-    return lax.platform_dependent(x, w, cuda=by_rows, default=default)
+    return PartialSums(lax.platform_dependent(x, w, cuda=by_rows, default=default))
 
 
 def choose(
@@ -142,6 +147,7 @@ def choose(
     """
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
+    w = w.base if isinstance(w, LowRankWeight) else w
     if not isinstance(w, QuantizedTensor):
         return Choice("xla")
     if w.rounds_tokens:
@@ -167,6 +173,7 @@ TILED_GROUP = 128  # inputs of a step of that kernel, which have to fit the shar
 
 def decode_sized(w: Weight, tokens: int, backend: str | None) -> bool:
     """True if reading a quantised weight bounds its product with so few rows, for which GPUs have a kernel."""
+    w = w.base if isinstance(w, LowRankWeight) else w
     if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
         return False
     return not w.beyond_kernels and not w.rounds_tokens and tokens <= _row_limit(w)
@@ -198,9 +205,19 @@ def _fake_quantized(x: Activations, w: FakeQuantizedWeight, product: Product) ->
 
 def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
     """The sum of both branches; an activation comes after it."""
-    x, base = w.parted(as_array(x))
-    y = _PRODUCTS[type(base)](x, base, replace(product, activation=None))
-    return product.activated(y + w.branch(x, product.out_dtype))
+    x, base = w.parted(x)
+    added = replace(w, base=base)
+
+    def default(x: Activations, w: LowRankWeight) -> jax.Array:
+        x = as_array(x)
+        y = _PRODUCTS[type(w.base)](x, w.base, replace(product, activation=None))
+        return product.activated(y + w.branch(x, product.out_dtype, product.backend))
+
+    choice = choose(base, x.shape[0], x.dtype, contract=product.contract, backend=product.backend)
+    if choice.name != "row_matmul":
+        return default(x, added)
+    x = x if isinstance(x, DeferredNorm) else as_array(x)
+    return lax.platform_dependent(x, added, cuda=partial(_by_rows, product=product), default=default)
 
 
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
@@ -242,12 +259,17 @@ def _in_eight_bits(x: Activations, w: QuantizedTensor, product: Product) -> jax.
     return product.activated(eight_bits.product(as_array(x), w.values, w.scales, summed, product.out_dtype))
 
 
-def _by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:
+def _by_rows(
+    x: jax.Array | DeferredNorm, w: QuantizedTensor | LowRankWeight, product: Product, interpret: bool = False
+) -> jax.Array:
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 
-    rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
     y, squares, eps = (x.y, x.squares, x.eps) if isinstance(x, DeferredNorm) else (x, None, 0.0)
-    epilogue = Epilogue(product.activation, squares, eps, dtype=product.out_dtype)
+    rows, addend = x.shape[0], None
+    if isinstance(w, LowRankWeight):
+        addend, w = w.branch(y, y.dtype).reshape(rows, -1), cast(QuantizedTensor, w.base)
+    outer = w.shape[product.contract + w.grouped :]
+    epilogue = Epilogue(product.activation, squares, eps, addend=addend, dtype=product.out_dtype)
     y = row_matmul(y.reshape(rows, -1), *_arrays(w, product.contract), epilogue=epilogue, interpret=interpret)
     return y.reshape(rows, *outer[product.activation is not None :])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -49,14 +50,16 @@ def project_and_attend(
     """
     from inferlib.pallas_kernels.qkv_attention_gpu import qkv_attention as kernel
 
-    arrays = dict(bias=transforms.bias, norms=transforms.norms, rope=transforms.rope, sinks=options.sinks)
+    steps = dict(bias=transforms.bias, norms=transforms.norms, rope=transforms.rope)
+    arrays: dict[str, Any] = dict(**steps, sinks=options.sinks)
     products = qkv
     if isinstance(qkv, QkvPartials):
-        arrays["squares"], products = qkv.squares, qkv.partials
+        arrays |= {"squares": qkv.squares, "addend": qkv.addend}
+        products = qkv.partials
 
     def run(products, k, v, lengths, arrays, *, interpret: bool):
         if isinstance(qkv, QkvPartials):
-            products = replace(qkv, partials=products, squares=arrays["squares"])
+            products = replace(qkv, partials=products, squares=arrays["squares"], addend=arrays["addend"])
         steps = replace(transforms, **{name: arrays[name] for name in ("bias", "norms", "rope")})
         weighing, of_call = replace(options, sinks=arrays["sinks"]), replace(cache, k=k, v=v)
         return kernel(products, of_call, lengths, steps, weighing, interpret=interpret)

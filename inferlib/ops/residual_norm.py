@@ -11,6 +11,7 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
+from inferlib.ops.partial_sums import PartialSums
 from inferlib.pallas_kernels.mailboxes import Mailboxes
 
 
@@ -68,7 +69,7 @@ def open_mailboxes(tokens: int, width: int, axis: str) -> Mailboxes:
 
 def residual_norm(
     x: jax.Array,
-    branch: jax.Array,
+    branch: jax.Array | PartialSums,
     weight: jax.Array,
     eps: float,
     *,
@@ -77,30 +78,33 @@ def residual_norm(
 ) -> tuple[jax.Array, jax.Array | DeferredNorm, Mailboxes | None]:
     """The residual x [T, D] plus a branch, the RMS norm of the sum times weight [D], and the mailboxes.
 
-    branch: [T, D]; or split-K partial sums [S, T, D] float32, which give a norm without its factor; or, with mailboxes,
-    this device's partial sum [T, D]. The sum is rounded, then normed in float32. GPU kernels are interpreted on CPU,
+    branch: [T, D]; or split-K partial sums of it, which give a norm without its factor; or, with mailboxes, this
+    device's partial sum [T, D]. The sum is rounded, then normed in float32. GPU kernels are interpreted on CPU,
     except for the one with mailboxes.
     """
     if mailboxes is not None:
+        assert not isinstance(branch, PartialSums)
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
         return all_reduce_norm(branch, x, weight, eps, mailboxes)
     if backend == "xla":
         return *reference(x, branch, weight, eps), None
-    if branch.ndim == 2:
+    if not isinstance(branch, PartialSums):
         from inferlib.pallas_kernels.add_norm_gpu import add_norm
 
         x, y = run_kernel(partial(add_norm, eps=eps), branch, x, weight)
         return x, y, None
     from inferlib.pallas_kernels.partial_sums_gpu import added
 
-    x, y, squares = run_kernel(added, branch, x, weight)
+    x, y, squares = run_kernel(added, branch.splits, x, weight, branch.addend)
     return x, DeferredNorm(y, squares, eps), None
 
 
-def reference(x: jax.Array, branch: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+def reference(
+    x: jax.Array, branch: jax.Array | PartialSums, weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
     """`residual_norm` on one device, with a whole norm. Kernels are compared with it."""
-    x = x + (branch.sum(axis=0).astype(x.dtype) if branch.ndim == 3 else branch)
+    x = x + (branch.total(x.dtype) if isinstance(branch, PartialSums) else branch)
     y = x.astype(jnp.float32)
     factor = lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return x, (y * factor * weight.astype(jnp.float32)).astype(x.dtype)

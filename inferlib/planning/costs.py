@@ -528,10 +528,11 @@ class Deployed:
         inputs = prod(weight.shape[i] for i in weight.contracting)
         if scheme is not None and scheme.rotation:
             flops, launches = float(operations(scheme.rotation) * inputs), len(factors_of(scheme.rotation))
+        on_gpu = self._backend.matmul == "pallas_gpu"
         if weight.rank:
             flops += 2.0 * weight.rank * (inputs + prod(weight.shape) / inputs)
-            launches += 2
-        rate = rates.THIN_GPU if self._backend.matmul == "pallas_gpu" else PEAK
+            launches += rates.BRANCH_LAUNCHES_GPU if on_gpu else 2
+        rate = rates.THIN_GPU if on_gpu else PEAK
         return Part(rate, flops * rows * self._row_shards(m) * m.layers, 0.0, 0.0, m.layers * launches)
 
     def _small(self, tokens: Tokens) -> float:

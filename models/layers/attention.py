@@ -45,6 +45,7 @@ from inferlib.ops.choice import Choice
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.kv_cache import KvCache, NewCells
 from inferlib.ops.matmul import Activations, as_array, choose, matmul_partials
+from inferlib.ops.partial_sums import PartialSums
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.ops.selected_pages import Selector
@@ -116,9 +117,9 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Activations, ctx: StepContext, cache: LayerCache, *, partials: bool = False
-    ) -> tuple[jax.Array, LayerCache]:
-        """partials: return the output projection's partial sums, [S, T, D]."""
-        product: Callable[..., jax.Array] = matmul_partials if partials else ctx.matmul
+    ) -> tuple[jax.Array | PartialSums, LayerCache]:
+        """partials: return the output projection's partial sums."""
+        product: Callable[..., Any] = matmul_partials if partials else ctx.matmul
         out, cache = self.attended(x, ctx, cache)
         return product(out, self.o[...], contract=3), cache
 
@@ -168,8 +169,10 @@ class Attention(nnx.Module):
         if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
             return ctx.shards.sum(ctx.matmul(x, w), axes.EMBED)
         if not isinstance(x, DeferredNorm):
-            return QkvPartials(matmul_partials(as_array(x), w), x.dtype)
-        return QkvPartials(matmul_partials(x.y, w), x.dtype, x.squares, inputs=x.shape[1], eps=x.eps)
+            sums = matmul_partials(as_array(x), w)
+            return QkvPartials(sums.splits, x.dtype, addend=sums.addend)
+        sums = matmul_partials(x.y, w)
+        return QkvPartials(sums.splits, x.dtype, x.squares, inputs=x.shape[1], eps=x.eps, addend=sums.addend)
 
     def attend_fused(
         self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext

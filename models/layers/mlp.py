@@ -56,10 +56,10 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: Activations, ctx: StepContext, *, partials: bool = False) -> jax.Array:
-        """partials: return the last product's split-K partial sums, [S, T, D]."""
+    def __call__(self, x: Activations, ctx: StepContext, *, partials: bool = False) -> Any:
+        """partials: return the last product's split-K `PartialSums` instead."""
         spec, shards = self.spec, ctx.shards
-        product: Callable[..., jax.Array] = matmul_partials if partials else ctx.matmul
+        product: Callable[..., Any] = matmul_partials if partials else ctx.matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
             hidden = ctx.matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
             return product(hidden, self.down[...])

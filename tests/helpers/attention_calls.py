@@ -72,11 +72,12 @@ def mla_prefill_attention(q, k, v, latents, keys, rows, positions, *, weight_lay
 
 def qkv_attention(qkv, k, v, lengths, arrays, *, dtype=None, inputs=None, inputs_eps=0.0, **named):
     """out and the cache's arrays. With a dtype, qkv are partial sums. arrays: those of "bias", "norms", "rope", "sinks"
-    and "squares" that a layer has."""
+    "squares" and "addend" that a layer has."""
     cache, arrays = KvCache(k, v, **_take(named, _KV)), dict(arrays)
     options = AttentionOptions(**_take(named | _take(arrays, ["sinks"]), _OPTIONS))
     named = _take(named, ["eps", "offset"])
     if dtype is not None:
-        qkv = QkvPartials(qkv, dtype, arrays.pop("squares", None), inputs, inputs_eps)
+        squares, addend = (arrays.pop(name, None) for name in ("squares", "addend"))
+        qkv = QkvPartials(qkv, dtype, squares, inputs, inputs_eps, addend)
     out, cache = project_and_attend(qkv, cache, lengths, HeadTransforms(**arrays, **named), options)
     return out, *cache.arrays

@@ -12,6 +12,7 @@ import pytest
 
 from inferlib.models.layers.mlp import gated
 from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
+from inferlib.ops.partial_sums import PartialSums
 from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
 from inferlib.pallas_kernels.partial_sums_gpu import summed
@@ -42,8 +43,12 @@ def norm_of(x, weight, eps=1e-5):
 def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
     partials, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
     weight = draw(width, 1, jnp.bfloat16, 2)
-    x, y, _ = jax.jit(lambda *a: residual_norm(*a, 1e-5))(residual, partials, weight)
-    branch = jnp.sum(partials, axis=0).astype(jnp.bfloat16)
+    addend = draw((rows, width), 1, jnp.bfloat16, 3) if splits > 1 else None
+    sums = PartialSums(partials, addend)
+    x, y, _ = jax.jit(lambda *a: residual_norm(*a, 1e-5))(residual, sums, weight)
+    branch = jnp.sum(partials, axis=0) + (0 if addend is None else addend)
+    branch = branch.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.float32(branch), np.float32(sums.total(jnp.bfloat16)))
     np.testing.assert_allclose(np.float32(x), np.float32(branch + residual), rtol=2.0**-7)
     assert x.dtype == y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float64(y.array()), norm_of(x, weight), rtol=2.0**-7)
@@ -56,7 +61,7 @@ def test_a_row_does_not_touch_another():
 
     @jax.jit
     def run(residual):
-        x, y, _ = residual_norm(residual, jnp.zeros((3, 2, 320)), jnp.ones(320, jnp.bfloat16), 0.0)
+        x, y, _ = residual_norm(residual, PartialSums(jnp.zeros((3, 2, 320))), jnp.ones(320, jnp.bfloat16), 0.0)
         return x, y.array()
 
     x, y = map(np.float32, run(residual))
@@ -71,8 +76,11 @@ def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
     squares = np.sum((np.asarray(x) ** 2).reshape(3, 4, 64), axis=2)
     activation = (lambda a, b: jax.nn.silu(a) * b) if activated else None
     options = dict(inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
-    got = jax.jit(partial(summed, **options))(partials, squares)
-    y = np.sum(np.float64(partials), axis=0) / np.sqrt(np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5)
+    addend = draw((3, 640), seed=2)
+    got = jax.jit(partial(summed, **options))(partials, squares, addend)
+    y = (np.sum(np.float64(partials), axis=0) + np.float64(addend)) / np.sqrt(
+        np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5
+    )
     if activated:
         gate, up = np.split(y, 2, axis=1)
         y = gate / (1 + np.exp(-gate)) * up
@@ -128,6 +136,8 @@ def test_what_does_not_go_together_is_refused():
         row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), epilogue=Epilogue(squares=jnp.ones((1, 1))))
     with pytest.raises(ValueError, match="leave out the activation"):
         row_matmul(x, values, scales, epilogue=Epilogue(jnp.multiply, partials=True))
+    with pytest.raises(ValueError, match="leave out the activation"):
+        row_matmul(x, values, scales, epilogue=Epilogue(partials=True, addend=jnp.ones((1, 32))))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
@@ -137,7 +147,7 @@ def test_partial_sums_of_a_product(scheme):
     assert chosen(2, jnp.bfloat16).name == "row_matmul"
     assert chosen({"mxfp4": 17, "int8": 5}[scheme], jnp.bfloat16).name == "xla"
     assert "float32" in chosen(2, jnp.float32).reason
-    got = jax.jit(lambda x, w: matmul_partials(x, w, contract=2))(x, w)
+    got = jax.jit(lambda x, w: matmul_partials(x, w, contract=2).splits)(x, w)
     exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(dequantized(w, (0, 1))).reshape(2, 128, 64))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(np.sum(np.float64(got), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
@@ -171,5 +181,6 @@ def test_they_lower_for_gpus(scheme, rows, inputs, outputs):
         assert ("cp.async" in text) == (outputs == 128)
     for backend, by_kernel in (("xla", False), ("pallas_gpu", True)):
         assert ("triton" in lowered_for_cuda(partial(matmul, backend=backend), y, w)) == by_kernel
-    partials, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
+    residual = jnp.ones((rows, inputs), jnp.bfloat16)
+    partials = PartialSums(jnp.ones((3, rows, inputs)), residual)
     assert "triton" in lowered_for_cuda(lambda *a: residual_norm(*a, 1e-5), residual, partials, residual[0])

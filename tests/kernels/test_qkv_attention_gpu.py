@@ -129,8 +129,8 @@ def test_long_rows_get_more_shares(monkeypatch):
 
 
 def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
-    """Three shares [3, B, K, G + 2, h] that add up to products, but for the factor of a norm of 48 inputs, if normed;
-    its squares; its options."""
+    """Three shares [3, B, K, G + 2, h] that add up to products; its options. If normed, the products lack the factor
+    of a norm of 48 inputs, whose squares are returned too, and the last share is an addend."""
     rng, rows, result = np.random.default_rng(3), qkv.shape[0], np.float32(qkv)
     arrays, options = {}, dict(dtype=qkv.dtype)
     if normed:
@@ -138,11 +138,14 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
         result = result * np.sqrt(squares.sum(1) / 48 + 1e-2).reshape(-1, 1, 1, 1)
         arrays, options = dict(squares=jnp.asarray(squares)), options | dict(inputs=48, inputs_eps=1e-2)
     parts = rng.normal(size=(2, *result.shape)).astype(np.float32)
-    return jnp.stack([*parts, result - parts.sum(0)]), arrays, options
+    last = result - parts.sum(0)
+    if normed:
+        return jnp.stack([*parts]), arrays | dict(addend=jnp.asarray(last)), options
+    return jnp.stack([*parts, last]), arrays, options
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("limits", [{}, {"CONCURRENT": 1}, {"MOST_SHARES": 2}])
+@pytest.mark.parametrize("limits", [{}, {"CONCURRENT": 1}, {"MOST_SHARES": 1}])
 @pytest.mark.parametrize(
     "name",
     [

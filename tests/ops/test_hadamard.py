@@ -89,7 +89,7 @@ def test_partial_sums_and_the_kernel_for_gpus_rotate_too(name):
     expected = np.asarray(x, np.float64) @ exact
     sums = jax.jit(matmul_partials)(x, w)
     within = partial(np.testing.assert_allclose, rtol=0, atol=2**-6 * expected.std())
-    within(np.sum(sums, axis=0), expected)
+    within(np.sum(sums.splits, axis=0), expected)
     product = Product(1, None, jnp.float32, None)
     y = jax.jit(lambda x, w: _by_rows(rotated(x, 128), w, product, interpret=True))(x, w)
     within(y, expected)

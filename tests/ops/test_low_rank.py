@@ -13,8 +13,9 @@ import pytest
 from inferlib.models.abstract import WeightSpec
 from inferlib.ops.hadamard import rotation_matrix
 from inferlib.ops.low_rank import LowRankWeight
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import Product, _by_rows, choose, matmul, matmul_partials
 from inferlib.ops.quantized import SCHEMES
+from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.sharding import axes
 from tests.helpers.kernels import lowered_for_cuda
 
@@ -62,9 +63,25 @@ def test_the_branch_is_added_before_the_activation(scheme, rotation, packed):
         np.testing.assert_allclose(y, np.maximum(expected[:, 0], 0) * expected[:, 1], rtol=0, atol=2e-2)
 
 
-def test_it_lowers_for_gpus_with_the_kernel_of_few_rows():
-    w, _ = weight("int4", 0, packed=False)
-    assert "triton" in lowered_for_cuda(matmul, jnp.ones((1, INPUTS), jnp.bfloat16), w)
+@pytest.mark.parametrize(("rotation", "deferred"), [(0, True), (64, False)])
+def test_the_gpu_kernel_of_rows_adds_the_branch(rotation, deferred):
+    """To split-K partial sums too, and before a norm's factor."""
+    w, exact = weight("int4", rotation, packed=False)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, INPUTS)), jnp.bfloat16)
+    norm = DeferredNorm(x, jnp.square(x.astype(jnp.float32)), 1e-5)
+    inputs = np.float64(norm.array() if deferred else x)
+    expected = np.einsum("ti,ipo->tpo", inputs, exact)
+    within = partial(np.testing.assert_allclose, rtol=0, atol=2**-5 * expected.std())
+
+    def by_rows(x, w):
+        x, base = w.parted(x)
+        return _by_rows(x, replace(w, base=base), Product(1, None, jnp.float32, None), interpret=True)
+
+    within(jax.jit(by_rows)(norm if deferred else x, w), expected)
+    sums = jax.jit(matmul_partials)(norm.array() if deferred else x, w)
+    within(sums.total(jnp.float32), expected)
+    assert choose(w, ROWS, x.dtype, backend="pallas_gpu", partials=True).name == "row_matmul"
+    assert lowered_for_cuda(matmul, x, w).count("triton") > lowered_for_cuda(matmul, x, w.base).count("triton")
 
 
 def test_stacked_weights_are_read_by_layer():

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inferlib import configs
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.adapters import AdapterSlots
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.on_chip import OPTIONS
 from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.keys import ProgramKey
 
+SLOTS = AdapterSlots(2, 4)
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def model(quantization: str | None, dtype: str = "bfloat16") -> AbstractModel:
-    config, scheme = (
-        config_from_hf(configs.load("smollm2-135m")),
-        Quantization.named(quantization) if quantization else None,
-    )
-    return abstract_model(config, dtype, quantization=scheme)
+def model(quantization: str | None, dtype: str = "bfloat16", *, rank: int = 0, **options) -> AbstractModel:
+    config = config_from_hf(configs.load("smollm2-135m"))
+    scheme = replace(Quantization.named(quantization), rank=rank) if quantization else None
+    return abstract_model(config, dtype, quantization=scheme, **options)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,14 @@ def model(quantization: str | None, dtype: str = "bfloat16") -> AbstractModel:
 )
 def test_products_of_many_rows_and_of_eight_bits_are_left_to_cublas(quantization, tokens, options):
     assert compiler_options(model(quantization), "gpu", tokens) == options
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4", "rank": 4}, {"quantization": None, "adapters": SLOTS}])
+def test_products_of_low_rank_run_beside_those_of_weights(options):
+    of_gpu = compiler_options(model(**options), "gpu", 1)
+    assert of_gpu["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    assert of_gpu["xla_gpu_dot_merger_threshold_mb"] == "0"
+    assert compiler_options(model(**options), "tpu", 1) == {}
 
 
 def test_other_programs_are_compiled_as_ever():

@@ -1,0 +1,79 @@
+"""Products with two thin matrices, (x A) B, which are added to the product with a weight: adapters, and branches that
+take up the error of rounding.
+
+GPUs run them beside the weight's product, which reads far more: they depend on x, but not on its result. For that,
+nothing may join them. XLA would add the branch inside one of cuBLAS's products, which would wait for it; and next to a
+product of cuBLAS others have to fit the multiprocessors that it leaves free. So the thin ones are small kernels there,
+for as few rows as reading the weight bounds the step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 128  # most rows of products that run side by side
+# Inputs that a program of the first product multiplies. On an H100 programs of 512 took 11 us for 4,096 inputs of one
+# row, and those of 128 or 256 under 4.
+_INPUTS = 256
+
+
+def beside(rows: int, dtype: jax.typing.DTypeLike, backend: str | None) -> bool:
+    """True if GPUs run the branch beside the weight's product. backend: see `inferlib.ops.matmul.matmul`."""
+    return rows <= ROWS and dtype == jnp.bfloat16 and backend in (None, "pallas_gpu")
+
+
+def branch_matmul(
+    x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None, *, backend: str | None
+) -> jax.Array:
+    """x [T, *I] times A [*I, P, C], then each of the P parts times its B [P, C, *O] -> [T, P, *O] of x's dtype.
+
+    keep [T, C]: which of the C numbers between the products count for a token; all by default. backend: as in
+    `inferlib.ops.matmul.matmul`.
+    """
+    if not beside(x.shape[0], x.dtype, backend):
+        return _by_xla(x, a, b, keep)
+    operands = x, a, b, *(() if keep is None else (keep,))
+    return lax.platform_dependent(*operands, cuda=by_tiles, default=_by_xla)
+
+
+def _by_xla(x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    options: dict[str, Any] = dict(precision=precision, preferred_element_type=x.dtype)
+    parts, width = a.shape[-2:]
+    inputs = tuple(range(1, x.ndim)), tuple(range(a.ndim - 2))
+    low = lax.dot_general(x, a.reshape(*a.shape[:-2], parts * width), (inputs, ((), ())), **options)
+    if parts == 1:
+        low = low if keep is None else jnp.where(keep, low, 0)
+        return lax.dot_general(low, b[0], (((1,), (0,)), ((), ())), **options)[:, None]
+    low = low.reshape(-1, parts, width)
+    low = low if keep is None else jnp.where(keep[:, None], low, 0)
+    return jnp.moveaxis(lax.dot_general(low, b, (((2,), (1,)), ((1,), (0,))), **options), 0, 1)
+
+
+def by_tiles(
+    x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None, *, interpret: bool = False
+) -> jax.Array:
+    """`branch_matmul` by the GPU kernel of tiles; the second product's groups are the parts."""
+    from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, Sorted, grouped_matmul
+
+    (parts, width), rows, outer = a.shape[-2:], x.shape[0], b.shape[2:]
+    x, tile = x.reshape(rows, -1), 16 if rows <= 16 else 64
+    first = Blocks(tile, _filled(parts * width, 64), 128, max(1, x.shape[1] // _INPUTS))
+    second = Blocks(tile, 128, _filled(width, 128), stages=2)
+    product = partial(grouped_matmul, scales=None, parts=1, interpret=interpret)
+    of_all, of_parts = (Sorted(jnp.full((count,), rows, jnp.int32)) for count in (1, parts))
+    low = product(x, a.reshape(1, -1, parts * width), groups=of_all, chosen=first).reshape(rows, parts, width)
+    low = jnp.moveaxis(low, 1, 0)
+    low = (low if keep is None else jnp.where(keep, low, 0)).reshape(parts * rows, width)
+    y = product(low, b.reshape(parts, width, -1), groups=of_parts, chosen=second)
+    return jnp.moveaxis(y.reshape(parts, rows, *outer), 0, 1)
+
+
+def _filled(size: int, most: int) -> int:
+    """A power of two of at least 16, as tensor cores take, that holds `size`, but at most `most`."""
+    return min(max(16, 1 << (size - 1).bit_length()), most)
