@@ -20,7 +20,7 @@ from inferlib.inspection.report_html import page
 from inferlib.models.abstract import abstract_model
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.families import config_from_hf
-from inferlib.models.quantization import Quantization
+from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.backend import Backend
 from inferlib.option_checks import OPERATIONS, ConfigurationError, backend_option
 from inferlib.programs.deployment import Deployment
@@ -186,6 +186,33 @@ def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantiz
     (output,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
     new = output.outputs[0].token_ids
     logits = build_llm(path, buckets, **options, backend=Backend()).logits([*tokens, *new])
+    steps = logits[len(tokens) - 1 : -1]
+    assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 0.1 * np.std(logits)
+
+
+@pytest.mark.slow
+def test_branches_of_low_rank_reach_the_kernels_that_sum_products(checkpoint, monkeypatch):
+    """Tokens and logits are those of XLA's form but for bfloat16; without the branches they would be others."""
+    four_bits = Quantization("mxfp4", QUANTIZATIONS["mxfp4"], rank=4)
+    monkeypatch.setattr(Quantization, "named", staticmethod(lambda name: four_bits))
+    path = checkpoint("llama", hidden_size=192, intermediate_size=128, head_dim=32)
+    buckets, (tokens,) = Buckets((16,), (1,), (64,)), random_prompts([7])
+    options = dict(dtype="bfloat16", quantization="mxfp4", platform="gpu", scan=False)
+    kernels = Backend(add_norm=GPU, matmul=GPU, qkv_attention=GPU)
+    ours, theirs = (build_llm(path, buckets, **options, backend=backend) for backend in (kernels, Backend()))
+    programs, key = ours.engine.programs, ProgramKey("greedy", 1, 64)
+    called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
+    assert {"added", "qkv_attention"} <= set(called)
+    plain, rng = theirs.logits(tokens), np.random.default_rng(0)
+    names = [array.name for array in programs.model.specs]
+    factors = {n: rng.normal(size=w.shape) * 0.1 for n, w in enumerate(ours.engine.weights) if "factor_" in names[n]}
+    for llm in (ours, theirs):
+        weights = llm.engine.weights
+        llm.engine.weights = tuple(jnp.asarray(factors.get(n, w), w.dtype) for n, w in enumerate(weights))
+    assert np.std(theirs.logits(tokens) - plain) > 0.1 * np.std(plain)
+    (output,) = ours.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
+    new = output.outputs[0].token_ids
+    logits = theirs.logits([*tokens, *new])
     steps = logits[len(tokens) - 1 : -1]
     assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 0.1 * np.std(logits)
 
