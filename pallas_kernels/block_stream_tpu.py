@@ -4,10 +4,10 @@ use."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,12 @@ class BlockStream:
     following: Any
     semaphores: Any
     owners: Any = None
+
+    together: ClassVar[int] = 1  # blocks that are waited for together
+
+    def at_once(self, count: jax.Array, act: Callable[[Any, Any], None]) -> None:
+        """Call act(0, count) if count is 1, rather than 0."""
+        pl.when(count > 0)(lambda: act(0, 1))
 
     @property
     def rows(self) -> int:

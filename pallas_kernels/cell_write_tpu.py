@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +30,15 @@ def tiles_of(cells: int, tile: int) -> int:
     return (cells + tile - 2) // tile + 1
 
 
-def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int) -> dict[str, Any]:
-    """A `CellWriter`'s scratch, for a cache's arrays [L, N, K, S, ...] and `cells` new cells of a row."""
+def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int, together: int = 1) -> dict[str, Any]:
+    """A `CellWriter`'s scratch, for a cache's arrays [L, N, K, S, ...], `cells` new cells of a row, and `together`
+    buffers that are waited for together."""
     tiles = [tile_of(x.ndim, x.dtype) for x in cache]
     staged = tuple(
         pltpu.VMEM((buffers, tiles_of(cells, tile), x.shape[2], tile, *x.shape[4:]), x.dtype)
         for x, tile in zip(cache, tiles, strict=True)
     )
-    semaphores = pltpu.SemaphoreType.DMA((len(cache), buffers))
+    semaphores = pltpu.SemaphoreType.DMA((len(cache), buffers // together))
     return {"staged": staged, "pending": pltpu.SMEM((buffers,), jnp.int32), "write_semaphores": semaphores}
 
 
@@ -62,8 +64,8 @@ class CellWriter:
     cache (`scaled`) the writer rounds them. written [B]: how many of a row's new cells are put, the last ones, as the
     others are in the cache already; None: all. staged: for each array of the stream, the tiles on their way from a
     buffer to the cache, [n, tiles, K, tile, ...], because the block itself changes once it is used. semaphores
-    [arrays, n]. pending [n]: where a buffer's cells on their way to the cache begin in its block; the size of a block
-    if there are none.
+    [arrays, n / `stream.together`]. pending [n]: where a buffer's cells on their way to the cache begin in its block;
+    the size of a block if there are none.
     """
 
     stream: BlockStream | RowStream
@@ -117,7 +119,7 @@ class CellWriter:
 
     def end(self) -> None:
         """Wait until all cells are in the cache."""
-        for buffer in range(self.pending.shape[0]):
+        for buffer in range(0, self.pending.shape[0], self.stream.together):
             self.wait(buffer)
 
     def has(self, buffer: jax.Array) -> jax.Array:
@@ -125,17 +127,28 @@ class CellWriter:
         return self._new_cells(buffer)[1]
 
     def wait(self, buffer: jax.Array | int) -> None:
-        """Wait until the tiles that were last sent from a buffer are in the cache."""
-        first, none = self.pending[buffer], self.stream.pages.block
+        """Wait until the tiles that were last sent from a buffer are in the cache, and those from the other buffers of
+        its group, which it is the first of."""
+        none, buffers = self.stream.pages.block, [buffer + i for i in range(self.stream.together)]
+        firsts = [self.pending[at] for at in buffers]
 
-        def wait_for(n: int, j: int, start: jax.Array) -> None:
-            tile = self.staged[n].at[buffer, j]
-            pltpu.make_async_copy(tile, tile, self.semaphores.at[n, buffer]).wait()
+        def wait_for(n: int, tiles: Any) -> None:
+            """Only the number of bytes matters in the copy that a wait is given."""
+            pltpu.make_async_copy(tiles, tiles, self._semaphore(n, buffer)).wait()
 
-        @pl.when(first < none)
-        def _():
-            self._each_tile(first, wait_for)
-            self.pending[buffer] = none
+        def wait_for_first_tiles(first: Any, count: Any) -> None:
+            for n, staged in enumerate(self.staged):
+                wait_for(n, staged.at[pl.ds(first, count), 0])
+
+        def wait_for_other_tile(n: int, j: int, _: jax.Array) -> None:
+            wait_for(n, self.staged[n].at[0, j])
+
+        sent: Any = sum((first < none).astype(jnp.int32) for first in firsts)
+        self.stream.at_once(sent, wait_for_first_tiles)
+        for at, first in zip(buffers, firsts, strict=True):
+            if any(staged.shape[1] > 1 for staged in self.staged):
+                pl.when(first < none)(functools.partial(self._each_tile, first, wait_for_other_tile, 1))
+            self.pending[at] = none
 
     def _place(self, row: jax.Array, cell: int, first: jax.Array) -> jax.Array:
         """The place of a row's new cell in a tile in which its first one is at `first`; -1 if it is not written."""
@@ -151,11 +164,15 @@ class CellWriter:
         has = (self.stream.counts[buffer] > 0) & (first < self.stream.pages.block)
         return row, has if self.written is None else has & (self.written[row] > 0), first
 
-    def _each_tile(self, first: jax.Array, act: Callable) -> None:
-        """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block."""
+    def _semaphore(self, n: int, buffer: jax.Array | int) -> Any:
+        return self.semaphores.at[n, div(buffer, self.stream.together)]
+
+    def _each_tile(self, first: jax.Array, act: Callable, skipped: int = 0) -> None:
+        """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block, from the
+        `skipped`-th on."""
         for n, staged in enumerate(self.staged):
             tile, begin = staged.shape[3], jnp.clip(first, 0, self.stream.pages.block - 1)
-            for j in range(staged.shape[1]):
+            for j in range(skipped, staged.shape[1]):
                 start = pl.multiple_of((div(begin, tile) + j) * tile, tile)
                 if j == 0:
                     act(n, j, start)
@@ -185,7 +202,7 @@ class CellWriter:
             page, at = stream.table[row * pages.columns + column], rem(at, pages.slots)
         tile = self.staged[n].shape[3]
         target = stream.arrays[n].at[stream.layer[0], page, :, pl.ds(pl.multiple_of(at, tile), tile)]
-        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self.semaphores.at[n, buffer])
+        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self._semaphore(n, buffer))
 
 
 def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:

@@ -29,7 +29,6 @@ POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
 PLACES = 4  # groups of rows on chip
 MOST_PAGES = 8  # of a row: the copies of each are started in line
-MOST_SEMAPHORES = 384  # of the 512 that a chip has room for
 RESULTS = 2  # groups whose results are being copied to memory
 VMEM_BYTES = 14 << 20
 SUBLANES = 8
@@ -46,9 +45,8 @@ def rows_kernel(call: Call) -> Kernel | None:
     if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
         return None
     work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
-    semaphores = PLACES * (1 + len(cache.arrays) * (2 if call.writes else 1))
     for together in TOGETHER:
-        fits = together * work <= POSITIONS and together * semaphores <= MOST_SEMAPHORES
+        fits = together * work <= POSITIONS
         if rows % together == 0 and fits and together * _row_bytes(call, pages.block) <= VMEM_BYTES:
             scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
             body = functools.partial(_kernel, call=call, pages=pages, together=together)
@@ -70,7 +68,7 @@ def _row_bytes(call: Call, block: int) -> int:
 
 class _Scratch(NamedTuple):
     """n = `PLACES` times the rows of a step. q, cache: the copies in each buffer. results: of `RESULTS` groups. counts,
-    owners, semaphores: see `RowStream`. The fields from `staged` on belong to a `CellWriter`."""
+    owners, sums, semaphores: see `RowStream`. The fields from `staged` on belong to a `CellWriter`."""
 
     q: Any
     cache: tuple
@@ -78,6 +76,7 @@ class _Scratch(NamedTuple):
     result_semaphores: Any
     counts: Any
     owners: Any
+    sums: Any
     semaphores: Any
     staged: tuple = ()
     pending: Any = None
@@ -97,9 +96,10 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
         counts=pltpu.SMEM((buffers,), jnp.int32),
         owners=(pltpu.SMEM((buffers,), jnp.int32),) * 2,
-        semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
+        sums=(pltpu.SMEM((PLACES,), jnp.int32),) * 2,
+        semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), PLACES)),
     )
-    return scratch._replace(**writer_scratch(cache, buffers, queries)) if call.writes else scratch
+    return scratch._replace(**writer_scratch(cache, buffers, queries, together)) if call.writes else scratch
 
 
 def _kernel(
@@ -123,6 +123,7 @@ def _kernel(
         scratch.cache,
         scratch.counts,
         scratch.owners,
+        scratch.sums,
         scratch.semaphores,
         in_tiles=call.interpret is True,
     )
@@ -139,8 +140,8 @@ def _kernel(
     stream.wait(group)
     first = stream.first_buffer(group)
     buffers = [first + i for i in range(together)]
-    for buffer in buffers if call.writes else ():
-        writer.wait(buffer)
+    if call.writes:
+        writer.wait(first)
     lengths = [stream.length(group * together + i) for i in range(together)]
     rows = [_Row(call, pages, inputs, scratch, i, *at) for i, at in enumerate(zip(buffers, lengths, strict=True))]
     each = [(row, head) for row in rows for head in range(heads)]

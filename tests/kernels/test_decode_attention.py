@@ -85,7 +85,7 @@ SHORT_CASES = {
         (0, 1, 31, 48), slots=48, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}
     ),
     "short rows in pages": Case((0, 17, 100, 64), slots=32, columns=4, layers=2),
-    "short rows, window": Case((0, 1, 49, 50, 51, 128, 99, 3), options={"window": 50}, slots=128),
+    "short rows in pages, window": Case((0, 49, 51, 128), options={"window": 50}, slots=32, columns=4),
     "short rows, full rings": Case(
         (0, 1, 64, 65, 300, 503, 79, 80),
         slots=64,
