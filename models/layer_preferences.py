@@ -22,8 +22,10 @@ FILE = "layer_preferences.npz"  # in a model's directory: an array [N] for each 
 
 def mean_shares(preferences: Mapping[int, np.ndarray]) -> dict[str, float]:
     """The shares of layers, as configs have them: the mean of those that each of N prompts would give them. preferences
-    [N]: of each layer."""
+    [N]: of each layer, above 0. Raises ValueError for others."""
     each = np.stack([np.asarray(of_layer, np.float64) for of_layer in preferences.values()])
+    if each.ndim != 2 or not each.size or not np.all((each > 0) & np.isfinite(each)):
+        raise ValueError("preferences are finite numbers above 0, of each layer as many")
     shares = (each / each.sum(axis=0)).mean(axis=1)
     return {str(layer): float(share) for layer, share in zip(preferences, shares, strict=True)}
 

@@ -42,9 +42,9 @@ class LayerArrays:
         if not path.exists():
             raise CheckpointError(self.lacking.format(path=path, model=model))
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(path, allow_pickle=False) as file:  # TypeError: it is one array
                 return {self.name_of(int(layer)): np.asarray(file[layer]) for layer in file.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(self.damage(path)) from error
 
     def damage(self, path: Path) -> str:

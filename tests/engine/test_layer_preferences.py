@@ -114,12 +114,19 @@ def test_what_is_refused(checkpoint, path, tmp_path):
         ("damaged", None, "is damaged: remove it"),
         ("other", {"0": np.ones(2)}, "are not of the layers of this model"),
         ("uneven", {"0": np.ones(2), "1": np.ones(3)}, "is damaged: remove it"),
+        ("below 0", {str(layer): -np.ones(2) for layer in range(len(PREFERRED))}, "is damaged: remove it"),
+        ("infinite", {str(layer): np.full(2, np.inf) for layer in range(len(PREFERRED))}, "is damaged: remove it"),
+        ("tables", {str(layer): np.ones((2, 3)) for layer in range(len(PREFERRED))}, "is damaged: remove it"),
+        ("one array", np.ones(2), "is damaged: remove it"),
     ):
         folder = tmp_path / name
         shutil.copytree(path, folder)
         file = PREFERENCES.path_of(folder)
         if content is None:
             file.write_bytes(b"PK")
+        elif isinstance(content, np.ndarray):
+            with file.open("wb") as opened:
+                np.save(opened, content)
         else:
             np.savez(file, **content)
         with pytest.raises((CheckpointError, ConfigError), match=message):
