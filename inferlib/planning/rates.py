@@ -64,8 +64,8 @@ ROWS_8_BIT = Rate(flops=118e12, unpack=5.0e12, start=1.8e-6)
 ROWS_STEP = 4
 # XLA's small products, with the factors of a rotation or of a branch of low rank, take as long to start.
 THIN_GPU = Rate(start=1.8e-6)
-# The two launches of a branch run beside its weight's product. What a step of Llama-3-8B in int4 took longer for them on
-# an H100 was 0.22 ms with 1 row, 0.33 with 16, and nothing with 64.
+# The two launches of a branch run beside its weight's product. What a step of Llama-3-8B in int4 took longer for them
+# on an H100 was 0.22 ms with 1 row, 0.33 with 16, and nothing with 64.
 BRANCH_LAUNCHES_GPU = 1
 # The kernel of tiles, whose tiles have up to 64 rows of one weight, and mostly 16 of an expert.
 TILES = {

@@ -203,13 +203,13 @@ def test_branches_of_low_rank_reach_the_kernels_that_sum_products(checkpoint, mo
     programs, key = ours.engine.programs, ProgramKey("greedy", 1, 64)
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert {"added", "qkv_attention"} <= set(called)
-    plain, rng = theirs.logits(tokens), np.random.default_rng(0)
+    unfactored, rng = theirs.logits(tokens), np.random.default_rng(0)
     names = [array.name for array in programs.model.specs]
     factors = {n: rng.normal(size=w.shape) * 0.1 for n, w in enumerate(ours.engine.weights) if "factor_" in names[n]}
     for llm in (ours, theirs):
         weights = llm.engine.weights
         llm.engine.weights = tuple(jnp.asarray(factors.get(n, w), w.dtype) for n, w in enumerate(weights))
-    assert np.std(theirs.logits(tokens) - plain) > 0.1 * np.std(plain)
+    assert np.std(theirs.logits(tokens) - unfactored) > 0.1 * np.std(unfactored)
     (output,) = ours.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
     new = output.outputs[0].token_ids
     logits = theirs.logits([*tokens, *new])
