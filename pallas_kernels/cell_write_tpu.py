@@ -89,9 +89,10 @@ class CellWriter:
         """
         stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
         arrays = len(self.staged) // (1 + self.scaled)
-        row, holds, first = self._new_cells(buffer)
+        row, holds, begin, first = self._new_cells(buffer)
         first = jnp.where(holds, first, block)
         self.pending[buffer] = first
+        targets: dict[tuple[int, int], tuple[Any, Any]] = {}  # of tiles in the cache, by their size and number
         cells = [self._cells(buffer, head, arrays) for head in range(heads)]
 
         def put_tile(n: int, j: int, start: jax.Array) -> None:
@@ -112,8 +113,12 @@ class CellWriter:
                         merged = jnp.where(lane == place, x, merged)
                     staged[buffer, j, pl.ds(head, 1)] = merged
                 block_copy[at] = merged
-            # Made before the condition: under it, every scalar that is read costs instructions to choose its address.
-            pl.when(holds)(self._copy(n, j, buffer, row, start).start)
+            # Found once for arrays with the same tiles, and before the condition: under it, every scalar that is read
+            # costs instructions to choose its address.
+            target = targets.get((tile, j)) or self._place_in_cache(row, begin + start)
+            if j == 0:  # what is found in the branch of another tile is not known outside it
+                targets[tile, j] = target
+            pl.when(holds)(self._copy(n, j, buffer, *target).start)
 
         self._each_tile(first, put_tile)
 
@@ -156,13 +161,14 @@ class CellWriter:
             return first + cell
         return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
-    def _new_cells(self, buffer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The row of a buffer, whether its block has new cells, and the place in the block at which they begin, which
-        is outside it if they are elsewhere. The compiler reads scalars as often as it is told to, so this does once."""
+    def _new_cells(self, buffer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The row of a buffer, whether its block has new cells, the block's first position, and the place in the block
+        at which they begin, which is outside it if they are elsewhere. The compiler reads scalars as often as it is
+        told to, so this does once."""
         row, start = (owner[buffer] for owner in self.stream.owners)
         first = self.stream.length(row) - self.new - start
         has = (self.stream.counts[buffer] > 0) & (first < self.stream.pages.block)
-        return row, has if self.written is None else has & (self.written[row] > 0), first
+        return row, has if self.written is None else has & (self.written[row] > 0), start, first
 
     def _semaphore(self, n: int, buffer: jax.Array | int) -> Any:
         return self.semaphores.at[n, div(buffer, self.stream.together)]
@@ -189,19 +195,22 @@ class CellWriter:
         values, scales = quantised(rows, self.staged[0].dtype)
         return [values[at] for at in each], [scales[at] for at in each]
 
-    def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):
-        """The copy to the cache of array n's j-th staged tile, which begins at `start` in its row's block."""
-        stream, pages = self.stream, self.stream.pages
-        at = stream.owners[1][buffer] + start
+    def _place_in_cache(self, row: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page of a row's position and its slot there."""
+        stream, pages, at = self.stream, self.stream.pages, position
         if pages.ring:
             at = stream.origin[row] + at - pages.first(stream.length(row))
             at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
-        page = row
-        if pages.columns is not None:
-            column = jnp.minimum(div(at, pages.slots), pages.columns - 1)  # of a block without new cells, too
-            page, at = stream.table[row * pages.columns + column], rem(at, pages.slots)
+        if pages.columns is None:
+            return row, at
+        column = jnp.minimum(div(at, pages.slots), pages.columns - 1)  # of a block without new cells, too
+        return stream.table[row * pages.columns + column], rem(at, pages.slots)
+
+    def _copy(self, n: int, j: int, buffer: jax.Array, page: jax.Array, slot: jax.Array):
+        """The copy of array n's j-th staged tile to a page of the cache, from a slot on."""
         tile = self.staged[n].shape[3]
-        target = stream.arrays[n].at[stream.layer[0], page, :, pl.ds(pl.multiple_of(at, tile), tile)]
+        slots = pl.ds(pl.multiple_of(slot, tile), tile)
+        target = self.stream.arrays[n].at[self.stream.layer[0], page, :, slots]
         return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self._semaphore(n, buffer))
 
 
