@@ -27,6 +27,7 @@ from inferlib.texts import TextSample
 _QUERIES = 32  # of the newest positions, by which the policy judges too by default
 _LEAST_WINDOW = 2 * _QUERIES
 _LEAST = 1e-30  # of a preference, so that each layer has some
+_LEAST_TAU = 0.2  # with less, preferences of models with many heads are beyond float32
 _POLICY = CachePolicy("cake", 1024, _QUERIES)
 
 
@@ -54,8 +55,8 @@ def measure_layer_preferences(
     ConfigError or ConfigurationError before long work, also if the file cannot be written, and OSError for a full disk.
     """
     for name, value in (("tau1", tau1), ("tau2", tau2)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0.1 <= value <= 100:
-            raise ConfigurationError(f"{name} must be a number between 0.1 and 100, got {brief(value)}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST_TAU <= value <= 100:
+            raise ConfigurationError(f"{name} must be a number between {_LEAST_TAU} and 100, got {brief(value)}")
     sample = data if isinstance(data, TextSample) else TextSample(data)
     if sample.window < _LEAST_WINDOW:
         raise ConfigurationError(

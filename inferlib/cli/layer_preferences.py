@@ -16,10 +16,10 @@ def layer_preferences(
     *,
     text: TextArguments,
     tau1: Annotated[
-        float, typer.Option(help="Of how far attention is spread: the larger, the less it counts.", min=0.1, max=100)
+        float, typer.Option(help="Of how far attention is spread: the larger, the less it counts.", min=0.2, max=100)
     ] = 1.0,
     tau2: Annotated[
-        float, typer.Option(help="Of how much attention changes: the larger, the less it counts.", min=0.1, max=100)
+        float, typer.Option(help="Of how much attention changes: the larger, the less it counts.", min=0.2, max=100)
     ] = 1.0,
     revision: Revision = None,
 ) -> None:

@@ -103,7 +103,7 @@ def test_what_is_refused(checkpoint, path, tmp_path):
     with pytest.raises(ConfigurationError, match="does not work with speculation yet"):
         build(path, speculation="ngram:3")
     for options, message in (
-        ({"tau1": 0}, "tau1 must be a number between 0.1 and 100, got 0"),
+        ({"tau1": 0.1}, r"tau1 must be a number between 0\.2 and 100, got 0\.1"),
         ({"data": TextSample(["a"], tokens=64, window=63)}, "windows of 64 tokens or more, got 63"),
     ):
         with pytest.raises(ConfigurationError, match=message):
