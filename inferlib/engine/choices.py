@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, check_compacted
 from inferlib.draft_files import DraftFiles, HeadFiles, LayerFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
@@ -135,7 +135,9 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     def resolve(options: EngineOptions) -> EngineConfig:
         return options.resolve(device, shards, model, choices.quantization)
 
-    model = with_cache_levels(model, policy_option(choices.engine.cache_policy))
+    if (policy := policy_option(choices.engine.cache_policy)) is not None:
+        check_compacted(model, policy)  # before preferences of layers are asked for
+    model = with_cache_levels(model, policy)
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)
     abstract = abstract_model(

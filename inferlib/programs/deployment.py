@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout
 from inferlib.buckets import Buckets
 from inferlib.checkpoint.eagle3 import head_config
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize, check_compacted
 from inferlib.models.abstract import abstract_model
 from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
@@ -143,7 +143,10 @@ class Deployment:
 
     @property
     def model(self) -> ModelConfig:
-        return with_cache_levels(config_from_hf(dict(self.hf)), policy_option(self.cache_policy))
+        model, policy = config_from_hf(dict(self.hf)), policy_option(self.cache_policy)
+        if policy is not None:
+            check_compacted(model, policy)  # before preferences of layers are asked for
+        return with_cache_levels(model, policy)
 
     @property
     def draft_model(self) -> ModelConfig | None:

@@ -100,6 +100,10 @@ def test_what_is_refused(checkpoint, path, tmp_path):
 
     with pytest.raises(ConfigError, match=r"inferlib layer-preferences MODEL --data TEXT\.jsonl.* 'pyramidkv:64'"):
         build(checkpoint("llama"))
+    with pytest.raises(ConfigurationError, match="layer 0 of this one has latents"):  # no preferences would help
+        build(checkpoint("minicpm3"))
+    with pytest.raises(ConfigurationError, match="layer 0 of this one has latents"):
+        compile(checkpoint("minicpm3"), "cpu", buckets=BUCKETS, cache_policy="cake:64")
     with pytest.raises(ConfigurationError, match="does not work with speculation yet"):
         build(path, speculation="ngram:3")
     for options, message in (
