@@ -89,4 +89,5 @@ def _parted(parts: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _positive(value: str) -> bool:
-    return value.isascii() and value.isdigit() and int(value) > 0
+    """True for a number of up to nine digits: Python does not read thousands of them."""
+    return value.isascii() and value.isdigit() and len(value) < 10 and int(value) > 0

@@ -271,6 +271,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monk
         ({"method": "gptq+lowrank"}, "has no rank: give one after a colon, such as lowrank:16"),
         ({"method": "gptq+lowrank:0"}, "has no rank"),
         ({"method": "gptq+lowrank:x"}, "has no rank"),
+        ({"method": f"gptq+lowrank:{'9' * 5000}"}, "has no rank"),
         ({"method": "gptq+lowrank:4+lowrank:8"}, "lowrank twice"),
         ({"method": "gptq:3"}, "'gptq:3' is no part of a method: write gptq"),
         ({"method": "hadamard:whole+gptq"}, "write hadamard or hadamard:merged"),
