@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from inferlib.ops.branch_matmul import beside, branch_matmul
 from inferlib.ops.matmul import Activations, Weight, as_array, matmul
 from inferlib.ops.read_whole import ReadWhole
+from inferlib.ops.thin_products import beside, thin_products
 
 
 @jax.tree_util.register_dataclass
@@ -69,5 +69,5 @@ def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array, backend: str | None
     a = w.a.reshape(*w.a.shape[:-3], parts, count * rank)
     b = w.b.reshape(parts, count * rank, *w.b.shape[3:])
     slot_of_column = np.repeat(np.arange(1, count + 1, dtype=np.int32), rank)
-    y = branch_matmul(x, a, b, slots[:, None] == slot_of_column, backend=backend)
+    y = thin_products(x, a, b, slots[:, None] == slot_of_column, backend=backend)
     return y if w.apart else y[:, 0]

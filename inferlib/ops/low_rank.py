@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from inferlib.ops.branch_matmul import branch_matmul
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 from inferlib.ops.read_whole import ReadWhole
+from inferlib.ops.thin_products import thin_products
 
 DTYPE = np.dtype("bfloat16")  # of the factors
 Array = tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]
@@ -50,7 +50,7 @@ class LowRankWeight(ReadWhole):
     def branch(self, x: jax.Array, out_dtype: jax.typing.DTypeLike, backend: str | None = None) -> jax.Array:
         """What the factors add, [T, *O], of inputs that are rotated already. backend: as in `inferlib.ops.matmul`."""
         a, b = self.a.astype(x.dtype)[..., None, :], self.b.astype(x.dtype)[None]
-        return branch_matmul(x, a, b, backend=backend)[:, 0].astype(out_dtype)
+        return thin_products(x, a, b, backend=backend)[:, 0].astype(out_dtype)
 
 
 def factor_arrays(

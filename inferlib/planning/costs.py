@@ -531,7 +531,7 @@ class Deployed:
         on_gpu = self._backend.matmul == "pallas_gpu"
         if weight.rank:
             flops += 2.0 * weight.rank * (inputs + prod(weight.shape) / inputs)
-            launches += rates.BRANCH_LAUNCHES_GPU if on_gpu else 2
+            launches += rates.THIN_LAUNCHES_GPU if on_gpu else 2
         rate = rates.THIN_GPU if on_gpu else PEAK
         return Part(rate, flops * rows * self._row_shards(m) * m.layers, 0.0, 0.0, m.layers * launches)
 

@@ -66,7 +66,7 @@ ROWS_STEP = 4
 THIN_GPU = Rate(start=1.8e-6)
 # The two launches of a branch run beside its weight's product. What a step of Llama-3-8B in int4 took longer for them
 # on an H100 was 0.22 ms with 1 row, 0.33 with 16, and nothing with 64.
-BRANCH_LAUNCHES_GPU = 1
+THIN_LAUNCHES_GPU = 1
 # The kernel of tiles, whose tiles have up to 64 rows of one weight, and mostly 16 of an expert.
 TILES = {
     "float4_e2m1fn": Rate(flops=265e12, unpack=1.1e12, power=1),

@@ -10,7 +10,7 @@ from inferlib.ops.packed import MEMORY_BOUND_ROWS
 
 _ROWS = 32  # from which cuBLAS multiplies weights of half precision faster than what XLA generates
 _HALF = (np.dtype("bfloat16"), np.dtype("float16"))
-# Of programs with products of low rank beside weights, see `inferlib.ops.branch_matmul`. XLA would join a weight and
+# Of programs with products of low rank beside weights, see `inferlib.ops.thin_products`. XLA would join a weight and
 # factors that multiply the same inputs, and copy the weight for that: XLA of jax 0.10 all weights in each step.
 # Launches that do not depend on each other start together in CUDA graphs.
 _SIDE_BY_SIDE = {"xla_gpu_dot_merger_threshold_mb": "0", "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.ops.branch_matmul import ROWS, beside, branch_matmul, by_tiles
+from inferlib.ops.thin_products import ROWS, beside, by_tiles, thin_products
 from tests.helpers.kernels import lowered_for_cuda
 
 
@@ -22,15 +22,15 @@ def test_kernels_equal_xla(rows, inputs, parts, width, outputs, masked):
     shapes = (rows, *inputs), (*inputs, parts, width), (parts, width, *outputs)
     x, a, b = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in shapes)
     keep = jnp.asarray(draw.random((rows, width)) < 0.5) if masked else None
-    want = np.float32(jax.jit(partial(branch_matmul, backend="xla"))(x, a, b, keep))
+    want = np.float32(jax.jit(partial(thin_products, backend="xla"))(x, a, b, keep))
     got = np.float32(jax.jit(partial(by_tiles, interpret=True))(x, a, b, keep))
     assert want.shape == got.shape == (rows, parts, *outputs)
     np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * want.std())
 
 
-def test_gpus_run_branches_of_decode_batches_by_kernels():
+def test_gpus_run_those_of_decode_batches_by_kernels():
     x, a, b = (jnp.ones(shape, jnp.bfloat16) for shape in ((2, 64), (64, 1, 16), (1, 16, 64)))
-    lowered = {backend: lowered_for_cuda(partial(branch_matmul, backend=backend), x, a, b) for backend in ("xla", None)}
+    lowered = {backend: lowered_for_cuda(partial(thin_products, backend=backend), x, a, b) for backend in ("xla", None)}
     assert "triton" in lowered[None]
     assert "triton" not in lowered["xla"]
     assert beside(ROWS, jnp.bfloat16, "pallas_gpu")

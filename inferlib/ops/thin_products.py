@@ -2,9 +2,9 @@
 take up the error of rounding.
 
 GPUs run them beside the weight's product, which reads far more: they depend on x, but not on its result. For that,
-nothing may join them. XLA would add the branch inside one of cuBLAS's products, which would wait for it; and next to a
-product of cuBLAS others have to fit the multiprocessors that it leaves free. So the thin ones are small kernels there,
-for as few rows as reading the weight bounds the step.
+nothing may join them. XLA would add them inside one of cuBLAS's products, which would wait for them; and next to a
+product of cuBLAS others have to fit the multiprocessors that it leaves free. So they are small kernels there, as long
+as there are so few rows that reading the weight bounds the step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _INPUTS = 256
 
 
 def beside(rows: int, dtype: jax.typing.DTypeLike, backend: str | None) -> bool:
-    """True if GPUs run the branch beside the weight's product. backend: see `inferlib.ops.matmul.matmul`."""
+    """True if GPUs run thin products beside the weight's. backend: see `inferlib.ops.matmul.matmul`."""
     return rows <= ROWS and dtype == jnp.bfloat16 and backend in (None, "pallas_gpu")
 
 
-def branch_matmul(
+def thin_products(
     x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None, *, backend: str | None
 ) -> jax.Array:
     """x [T, *I] times A [*I, P, C], then each of the P parts times its B [P, C, *O] -> [T, P, *O] of x's dtype.
@@ -58,7 +58,7 @@ def _by_xla(x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = N
 def by_tiles(
     x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None, *, interpret: bool = False
 ) -> jax.Array:
-    """`branch_matmul` by the GPU kernel of tiles; the second product's groups are the parts."""
+    """`thin_products` by the GPU kernel of tiles; the second product's groups are the parts."""
     from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, Sorted, grouped_matmul
 
     (parts, width), rows, outer = a.shape[-2:], x.shape[0], b.shape[2:]
