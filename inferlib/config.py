@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from inferlib.buckets import Buckets, rounded_up
 from inferlib.models.adapters import MOST_RANK, MOST_SLOTS, AdapterSlots
 from inferlib.models.attention_choices import choose_attention
-from inferlib.models.cache_levels import cache_owners, layer_shares, level_budgets
+from inferlib.models.cache_levels import cache_owners, layer_shares, level_budgets, with_cache_levels
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
@@ -838,6 +838,14 @@ def check_compacted(model: ModelConfig, policy: CachePolicy) -> None:
                 f"cache_policy {str(policy)!r} has a budget for each layer, and this model {why}: "
                 f"take 'snapkv:{policy.budget}'"
             )
+
+
+def leveled_model(model: ModelConfig, policy: CachePolicy | None) -> ModelConfig:
+    """The model with its layers in a policy's levels, see `with_cache_levels`. Raises ConfigurationError if the policy
+    is not for the model, and ConfigError if it is but takes preferences of layers that were not measured."""
+    if policy is not None:
+        check_compacted(model, policy)
+    return with_cache_levels(model, policy)
 
 
 def leveled_policy(policy: CachePolicy, model: ModelConfig, unit: int, max_len: int) -> CachePolicy:

@@ -79,8 +79,7 @@ PREFERENCES = LayerArrays(
     layer_preferences.KEY,
     layer_preferences.FILE,
     "inferlib layer-preferences",
-    "cake takes preferences of layers, and there is no {path}: write it by `inferlib layer-preferences {model} --data "
-    "TEXT.jsonl`, or take pyramidkv or snapkv, which need none",
+    "there is no {path}: write it by `inferlib layer-preferences {model} --data TEXT.jsonl`",
 )
 
 

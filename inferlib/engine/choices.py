@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, check_compacted
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, leveled_model
 from inferlib.draft_files import DraftFiles, HeadFiles, LayerFiles, open_draft
 from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
-from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.option_checks import brief, check_dtype, policy_option, speculation_option
@@ -135,9 +134,7 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     def resolve(options: EngineOptions) -> EngineConfig:
         return options.resolve(device, shards, model, choices.quantization)
 
-    if (policy := policy_option(choices.engine.cache_policy)) is not None:
-        check_compacted(model, policy)  # before preferences of layers are asked for
-    model = with_cache_levels(model, policy)
+    model = leveled_model(model, policy_option(choices.engine.cache_policy))
     config, draft = resolve(choices.engine), choices.draft
     config.check_model(model, None if draft is None else draft.config)
     abstract = abstract_model(

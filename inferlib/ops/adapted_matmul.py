@@ -52,14 +52,14 @@ def adapted_matmul(
     are those of `matmul`. Where a device has a part of *I or *O, the result is its part of the sum, as it is of the
     weight's own product.
     """
-    y, thin = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend), as_array(x)
-    if beside(thin.shape[0], thin.dtype, backend):
+    y = matmul(x, w.base, contract=contract, out_dtype=out_dtype, backend=backend)
+    if beside(x.shape[0], x.dtype, backend):
         y = lax.optimization_barrier(y)  # XLA would add inside the weight's product, which would wait for the change
-    y = y + change(thin, w, slots, backend).astype(y.dtype)
+    y = y + change(as_array(x), w, slots, backend).astype(y.dtype)
     return y if activation is None else activation(y[:, 0], y[:, 1])
 
 
-def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array, backend: str | None = None) -> jax.Array:
+def change(x: jax.Array, w: AdaptedWeight, slots: jax.Array, backend: str | None) -> jax.Array:
     """What adapters add to the product, [T, *O].
 
     One product with the factors of all slots, of which each token keeps those of its own, and one back: for a few

@@ -42,7 +42,7 @@ class LowRankWeight(ReadWhole):
     def parted(self, x: Any) -> tuple[Any, QuantizedTensor | PackedTensor]:
         """The inputs [T, *I], rotated if the weight says so, and the weight that multiplies them as they are then.
 
-        Inputs that are a norm are none that weights rotate.
+        Inputs may be a `DeferredNorm` or `FusableNorm` if the weight rotates none: those that do never follow a norm.
         """
         rotation = self.base.rotation
         return (rotated(x, rotation), replace(self.base, rotation=0)) if rotation else (x, self.base)

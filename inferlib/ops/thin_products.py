@@ -59,12 +59,13 @@ def by_tiles(
     x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None, *, interpret: bool = False
 ) -> jax.Array:
     """`thin_products` by the GPU kernel of tiles; the second product's groups are the parts."""
+    from inferlib.pallas_kernels.decode_attention_gpu import power_of_two
     from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, Sorted, grouped_matmul
 
     (parts, width), rows, outer = a.shape[-2:], x.shape[0], b.shape[2:]
     x, tile = x.reshape(rows, -1), 16 if rows <= 16 else 64
-    first = Blocks(tile, _filled(parts * width, 64), 128, max(1, x.shape[1] // _INPUTS))
-    second = Blocks(tile, 128, _filled(width, 128), stages=2)
+    first = Blocks(tile, min(power_of_two(parts * width), 64), 128, max(1, x.shape[1] // _INPUTS))
+    second = Blocks(tile, 128, min(power_of_two(width), 128), stages=2)
     product = partial(grouped_matmul, scales=None, parts=1, interpret=interpret)
     of_all, of_parts = (Sorted(jnp.full((count,), rows, jnp.int32)) for count in (1, parts))
     low = product(x, a.reshape(1, -1, parts * width), groups=of_all, chosen=first).reshape(rows, parts, width)
@@ -72,8 +73,3 @@ def by_tiles(
     low = (low if keep is None else jnp.where(keep, low, 0)).reshape(parts * rows, width)
     y = product(low, b.reshape(parts, width, -1), groups=of_parts, chosen=second)
     return jnp.moveaxis(y.reshape(parts, rows, *outer), 0, 1)
-
-
-def _filled(size: int, most: int) -> int:
-    """A power of two of at least 16, as tensor cores take, that holds `size`, but at most `most`."""
-    return min(max(16, 1 << (size - 1).bit_length()), most)

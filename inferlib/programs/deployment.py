@@ -17,9 +17,8 @@ from jax.experimental.layout import Layout
 from inferlib.buckets import Buckets
 from inferlib.checkpoint.eagle3 import head_config
 from inferlib.checkpoint.mtp import mtp_names
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize, check_compacted
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, PoolSize, leveled_model
 from inferlib.models.abstract import abstract_model
-from inferlib.models.cache_levels import with_cache_levels
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.families import config_from_hf, family_of
@@ -143,10 +142,7 @@ class Deployment:
 
     @property
     def model(self) -> ModelConfig:
-        model, policy = config_from_hf(dict(self.hf)), policy_option(self.cache_policy)
-        if policy is not None:
-            check_compacted(model, policy)  # before preferences of layers are asked for
-        return with_cache_levels(model, policy)
+        return leveled_model(config_from_hf(dict(self.hf)), policy_option(self.cache_policy))
 
     @property
     def draft_model(self) -> ModelConfig | None:

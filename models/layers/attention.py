@@ -168,11 +168,10 @@ class Attention(nnx.Module):
         choice = choose(w, x.shape[0], x.dtype, backend=ctx.backend.matmul, partials=True)
         if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
             return ctx.shards.sum(ctx.matmul(x, w), axes.EMBED)
-        if not isinstance(x, DeferredNorm):
-            sums = matmul_partials(as_array(x), w)
-            return QkvPartials(sums.splits, x.dtype, addend=sums.addend)
-        sums = matmul_partials(x.y, w)
-        return QkvPartials(sums.splits, x.dtype, x.squares, inputs=x.shape[1], eps=x.eps, addend=sums.addend)
+        norm = x if isinstance(x, DeferredNorm) else None
+        sums = matmul_partials(as_array(x) if norm is None else norm.y, w)
+        qkv = QkvPartials(sums.splits, x.dtype, addend=sums.addend)
+        return qkv if norm is None else replace(qkv, squares=norm.squares, inputs=x.shape[1], eps=norm.eps)
 
     def attend_fused(
         self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext

@@ -97,23 +97,28 @@ def free_pages(engine: Engine) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS],
-)
-def test_rows_are_what_they_are_alone(kind, bounded):
-    """With NaN in all that is not valid. Nothing compiles, and all pages come back."""
-    llm = bounded(kind)
+def assert_as_alone(llm: LLM) -> None:
+    """Rows of a batch have the tokens that they have alone, with NaN in all that is not valid too. Nothing compiles,
+    and all pages come back."""
     llm.warmup(["greedy"])
     before, free = compilations(), free_pages(llm.engine)
     alone = [tokens_of(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
     assert tokens_of(llm, PROMPTS, GREEDY) == alone
     assert compilations() == before
     assert free_pages(llm.engine) == free
-    assert llm.no_prefix_caching
-    assert not llm.stats.cached_tokens
     with before_each_dispatch(llm, poison):
         assert tokens_of(llm, PROMPTS, GREEDY) == alone
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS],
+)
+def test_rows_are_what_they_are_alone(kind, bounded):
+    llm = bounded(kind)
+    assert_as_alone(llm)
+    assert llm.no_prefix_caching
+    assert not llm.stats.cached_tokens
 
 
 def run_until(engine: Engine, s: Sequence, count: int) -> None:

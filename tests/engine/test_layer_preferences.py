@@ -18,11 +18,10 @@ from inferlib.deploy.explain import explain
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
 from inferlib.option_checks import ConfigurationError
-from inferlib.programs.counter import compilations
 from inferlib.texts import TextSample
-from tests.engine.test_bounded_cache import BUCKETS, FOUR_ROWS, GREEDY, PROMPTS, free_pages
+from tests.engine.test_bounded_cache import BUCKETS, FOUR_ROWS, GREEDY, PROMPTS, assert_as_alone
 from tests.helpers.llms import build_llm
-from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.poison import tokens_of
 
 WIDTH, NEWEST, TAUS = 80, 32, (0.8, 1.5)
 PREFERRED = (1.0, 5.0, 2.0, 1.0, 3.0)  # of five layers, in levels of one, three and one
@@ -67,19 +66,11 @@ def test_preferences_are_those_of_the_paper(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"scan": True, "parallel": "dp=2,tp=2"}, marks=pytest.mark.slow)])
 def test_rows_are_what_they_are_alone(options, path):
-    """With NaN in all that is not valid. Nothing compiles, and all pages come back."""
     buckets = FOUR_ROWS["buckets"] if options else BUCKETS
     llm = build_llm(path, buckets, cache_policy=POLICY, page_size=8, decode_steps=4, **options)
     assert [layer.attention.cache_level for layer in llm.engine.model.config.layers] == [1, 2, 1, 0, 1]
     assert llm.config.compacted.budgets == (24, 32, 80)
-    llm.warmup(["greedy"])
-    before, free = compilations(), free_pages(llm.engine)
-    alone = [tokens_of(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
-    assert tokens_of(llm, PROMPTS, GREEDY) == alone
-    assert compilations() == before
-    assert free_pages(llm.engine) == free
-    with before_each_dispatch(llm, poison):
-        assert tokens_of(llm, PROMPTS, GREEDY) == alone
+    assert_as_alone(llm)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
 BLOCKS = -(-SLOTS // BLOCK)
 CHUNKS = [(640, 300), (0, 300), (384, 141), (128, 1), (512, 0)]  # where chunks start, and their tokens
 
+# Of what GPUs alone run: the compiled kernel. Elsewhere the same case is interpreted, or lowered.
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 
