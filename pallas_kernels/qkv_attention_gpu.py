@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
-from inferlib.pallas_kernels.partial_sums_gpu import norm_factor, summed
+from inferlib.pallas_kernels.partial_sums_gpu import load_squares, norm_factor, summed
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
 MOST_SHARES = 16  # partial sums that each program of attention adds up for itself
@@ -208,40 +208,56 @@ def _kernel(
     half = 0 if cos_ref is None else cos_ref.shape[0]
     turned = columns < 2 * half
     partner = jnp.where(turned, jnp.where(columns < half, columns + half, columns - half), columns)
-    factor = 1.0 if squares_ref is None else norm_factor(squares_ref, row, *inputs_norm)
     shares = [()] if made_ref.ndim == 2 else [(n,) for n in range(made_ref.shape[0])]
 
     def rounded(x):
         return x.astype(stored).astype(jnp.float32)
 
-    def product(slot, column):
-        """[..., C] float32 of some heads."""
-        mask = (slot < group + 2) & (column < size)
-        load = lambda ref, *at: plgpu.load(ref.at[(*at, slot, column)], mask=mask, other=0).astype(jnp.float32)  # noqa: E731
-        x = sum(load(made_ref, *share) for share in shares)
-        x = rounded((x if addend_ref is None else x + load(addend_ref)) * factor)
-        return x if bias_ref is None else rounded(x + load(bias_ref))
+    def load(ref, at: tuple, real, other=0.0):
+        return plgpu.load(ref.at[at], mask=real, other=other).astype(jnp.float32)
 
-    def finished(slot, weight_ref):
-        """Products after their norm and rotation."""
+    def load_product(slot, column):
+        """The sum over shares of some heads' numbers [..., C], and their bias."""
+        mask, place = (slot < group + 2) & (column < size), (slot, column)
+        total = sum(load(made_ref, (*share, *place), mask) for share in shares)
+        total = total if addend_ref is None else total + load(addend_ref, place, mask)
+        return total, None if bias_ref is None else load(bias_ref, place, mask)
+
+    def product(loaded):
+        """[..., C] float32."""
+        total, bias = loaded
+        x = rounded(total * factor)
+        return x if bias is None else rounded(x + bias)
+
+    def load_heads(slot):
+        """Two of `load_product`: of the heads, and of the numbers that these are rotated with."""
         at, other = jnp.broadcast_to(columns, slot.shape), jnp.broadcast_to(partner, slot.shape)
-        x = product(slot, at)
-        across = product(slot, other) if half else x
+        return load_product(slot, at), load_product(slot, other) if half else None
+
+    def load_weights(weight_ref):
+        """A norm's weights for the heads, and for the numbers that these are rotated with."""
+        return [load(weight_ref, at, at < size) + norm[1] for at in (columns, partner)] if norm else None
+
+    def finished(heads, weights):
+        """Products after their norm and rotation."""
+        x = product(heads[0])
+        across = product(heads[1]) if half else x
         if norm:
-            eps, offset = norm
-            of_head = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / size + eps)
+            of_head = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / size + norm[0])
+            x, across = (rounded(y * of_head * weight) for y, weight in zip((x, across), weights, strict=True))
+        return rounded(x * cos + across * sin) if half else x
 
-            def scaled(x, column):
-                weight = plgpu.load(weight_ref.at[column], mask=column < size, other=0).astype(jnp.float32)
-                return rounded(x * of_head * (weight + offset))
-
-            x, across = scaled(x, at), scaled(across, other) if half else across
-        if cos_ref is None or sin_ref is None:
-            return x
+    tile, one = (heads.size, columns.size), columns.shape
+    # All loads come before the first reduction, see `partial_sums_gpu`.
+    loaded_q, loaded_k = (load_heads(slot) for slot in (jnp.broadcast_to(heads[:, None], tile), jnp.full(one, group)))
+    loaded_v = load_product(jnp.full(one, group + 1), columns)
+    squares = load_squares(squares_ref, row)
+    q_weights, k_weights = (load_weights(ref) for ref in (q_norm_ref, k_norm_ref))
+    if half:
         angle = lax.rem(columns, half)
-        cos = plgpu.load(cos_ref.at[angle], mask=turned, other=1.0)
-        sin = jnp.where(columns < half, -1.0, 1.0) * plgpu.load(sin_ref.at[angle], mask=turned, other=0.0)
-        return rounded(x * cos + across * sin)
+        cos = load(cos_ref, angle, turned, 1.0)
+        sin = jnp.where(columns < half, -1.0, 1.0) * load(sin_ref, angle, turned)
+    factor = norm_factor(squares, *inputs_norm)
 
     cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
     dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
@@ -249,15 +265,13 @@ def _kernel(
     page = cells.page(share.start)
 
     compute = jnp.promote_types(stored, k_ref.dtype)
-    tile = (heads.size, columns.size)
-    q = finished(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
+    q = finished(loaded_q, q_weights).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
 
     # The new cell belongs to the last share, which writes it; no program reads it from the cache.
     some, length = share.start < share.stop, share.length
     owner = some & (share.stop == length)
-    key = finished(jnp.full(columns.shape, group), k_norm_ref).astype(k_ref.dtype)
-    value = product(jnp.full(columns.shape, group + 1), columns).astype(v_ref.dtype)
+    key, value = finished(loaded_k, k_weights).astype(k_ref.dtype), product(loaded_v).astype(v_ref.dtype)
     place, exists = cells.cell(jnp.maximum(length - 1, 0))
     for ref, cell in ((k_out, key), (v_out, value)):
         plgpu.store(ref.at[*place, columns], cell, mask=owner & exists & (columns < size))
