@@ -40,8 +40,8 @@ HELD_OUT = 64  # rows that the curve's held-out loss is of
 @dataclass(frozen=True)
 class Settings:
     """What decides what is learned. steps: of the optimizer; 0: as many as `minutes` allow. batch: rows of a step, over
-    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. dtype: of products;
-    weights are float32."""
+    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. spread: how much the
+    number of the core's steps varies, see `draw_steps`. dtype: of products; weights are float32."""
 
     preset: str = "b"
     seed: int = 0
@@ -54,6 +54,7 @@ class Settings:
     vocab: int = 4096
     injection: str = "diagonal"
     fading: float = FADING
+    spread: float = 0.0
     dtype: str = "bfloat16"
 
     def __post_init__(self):
@@ -69,6 +70,10 @@ class Settings:
             raise ConfigurationError(f"a state fades by a factor between 0 and 1, got {self.fading}")
         if self.fading != FADING and (core_steps(self.preset) == 1 or self.injection == "add"):
             raise ConfigurationError("only preset b with injection diagonal or linear has a state that fades")
+        if not 0 <= self.spread <= 2:
+            raise ConfigurationError(f"the numbers of steps spread by 0 to 2, got {self.spread}")
+        if self.spread and core_steps(self.preset) == 1:
+            raise ConfigurationError(f"preset {self.preset} repeats no layers, so it takes no --spread: leave it out")
         if not 0 < self.learning_rate < 1:
             raise ConfigurationError(f"the learning rate is between 0 and 1, got {self.learning_rate}")
 
@@ -80,6 +85,18 @@ class Settings:
         """Warm-up, then a cosine to a tenth."""
         done = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * min(1.0, (step + 1) / self.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def draw_steps(mean: int, spread: float, rng: np.random.Generator) -> int:
+    """How often the core runs for a batch: Poisson, at least once.
+
+    With a spread the mean varies too, by a lognormal factor of mean 1 with that standard deviation of its logarithm, so
+    that many steps are rare but not unseen (Geiping et al. 2025, "Scaling up Test-Time Compute with Latent Reasoning",
+    section 3.3, which takes 0.5).
+    """
+    if not spread:
+        return max(1, rng.poisson(mean))
+    return 1 + rng.poisson((mean - 1) * math.exp(rng.normal(-(spread**2) / 2, spread)))
 
 
 @dataclass
@@ -152,10 +169,10 @@ class Run:
         return self.everywhere({"weights": weights, "optimizer": self.optimizer.init(weights)})
 
     def batch(self, number: int) -> tuple[jax.Array, np.int32, np.float32]:
-        """Of a step: its rows, how often the core runs (Poisson, at least once; the same for all rows), and the
-        learning rate."""
-        settings, mean = self.settings, core_steps(self.settings.preset)
-        count = max(1, np.random.default_rng((settings.seed, number)).poisson(mean))
+        """Of a step: its rows, how often the core runs (the same for all rows), and the learning rate."""
+        settings = self.settings
+        rng = np.random.default_rng((settings.seed, number))
+        count = draw_steps(core_steps(settings.preset), settings.spread, rng)
         rows = rows_of_step(self.data.rows, number, settings.batch, settings.seed)
         return self.shared(rows), np.int32(count), np.float32(settings.rate(number))
 
@@ -219,7 +236,7 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
     file, prepared = out / "training" / "settings.json", data or out.parent / "data"
     run = Run(settings, prepare(texts, prepared, settings.vocab, settings.length), out, **options)
     if file.exists():
-        before = {"fading": FADING} | json.loads(file.read_text(encoding="utf-8"))
+        before = {"fading": FADING, "spread": 0.0} | json.loads(file.read_text(encoding="utf-8"))
         steps = before["steps"] if not settings.steps else settings.steps
         if before != asdict(settings) | {"steps": steps}:
             raise ConfigurationError(f"{out} has a run with other settings, {before}: give these, or another directory")
@@ -266,6 +283,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="b")
     parser.add_argument("--injection", choices=("diagonal", "linear", "add"), default="diagonal", help="of preset b")
     parser.add_argument("--fading", type=float, default=FADING, help="of the core's state at a step, at first")
+    parser.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the number of the core's steps")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products; float32 on CPUs")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=Settings.steps)

@@ -15,7 +15,7 @@ import pytest
 
 from examples.train import evaluate
 from examples.train.model import THROUGH, config_of, first_weights, logits_of
-from examples.train.train import Run, Settings, open_run
+from examples.train.train import Run, Settings, draw_steps, open_run
 from inferlib import Buckets, SamplingParams
 from inferlib.checkpoint.save import save_model
 from inferlib.distillation.record import read_log
@@ -63,6 +63,14 @@ def drawn(preset: str, injection: str = "diagonal") -> tuple[dict, AbstractModel
     model, draw = abstract_model(config_from_hf(hf), "float32"), np.random.default_rng(1)
     weights = (np.asarray(x) + draw.normal(0, 0.1, x.shape).astype(np.float32) for x in first_weights(model, 0))
     return hf, model, tuple(map(jnp.asarray, weights))
+
+
+def test_numbers_of_steps_keep_their_mean_and_spread():
+    """Poisson's variance is its mean. A lognormal factor f adds mean^2 var f, and exp(0.5^2) - 1 is var f."""
+    for spread, variance in ((0.0, 8.0), (0.5, 7 + 7**2 * (math.exp(0.25) - 1))):
+        counts = [draw_steps(8, spread, np.random.default_rng((0, number))) for number in range(20_000)]
+        assert min(counts) >= 1
+        np.testing.assert_allclose([np.mean(counts), np.var(counts)], [8, variance], rtol=0.05)
 
 
 # ---- the pass
@@ -185,6 +193,8 @@ def test_a_loss_that_is_no_number_ends_the_run(texts, tmp_path, monkeypatch):
         ({"preset": "a", "injection": "add"}, "preset a repeats no layers"),
         ({"fading": 1.0}, "between 0 and 1, got 1.0"),
         ({"preset": "c", "fading": 0.7}, "only preset b"),
+        ({"spread": -0.5}, "spread by 0 to 2, got -0.5"),
+        ({"preset": "c", "spread": 0.5}, "preset c repeats no layers, so it takes no --spread"),
         ({"learning_rate": math.nan}, "between 0 and 1, got nan"),
     ],
 )
