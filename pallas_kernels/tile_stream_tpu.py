@@ -200,9 +200,22 @@ class TileStream:
 
     def _start_block(self, at: Place, index: jax.Array, buffer: jax.Array) -> None:
         units, most = self._units(index, at), self._keys if self.listed is None else self.listed_keys
-        for offset in range(0, self._keys, most):
-            of_part = jnp.clip(units - offset // self.unit, 0, most // self.unit)
-            self._start_part(self.start(index, at, offset), offset, most, of_part, (at, buffer))
+        whole = units == self._keys // self.unit
+
+        def start_all():
+            """In one straight line: a page has all positions of a listed block."""
+            for offset in range(0, self._keys, most):
+                self._start_copy(at, self.start(index, at, offset), offset, most, buffer)
+
+        def start_parts():
+            for offset in range(0, self._keys, most):
+                of_part = jnp.clip(units - offset // self.unit, 0, most // self.unit)
+                self._start_part(self.start(index, at, offset), offset, most, of_part, (at, buffer))
+
+        if self.listed is None or self.arrays[0].shape[3] % most:
+            return start_parts()
+        pl.when(whole)(start_all)
+        pl.when(jnp.logical_not(whole))(start_parts)
 
     def _start_part(
         self, start: jax.Array, offset: int, keys: int, units: jax.Array, place: tuple[Place, jax.Array]
