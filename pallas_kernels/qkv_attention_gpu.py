@@ -236,7 +236,7 @@ def _kernel(
 
     def load_weights(weight_ref):
         """A norm's weights for the heads, and for the numbers that these are rotated with."""
-        return [load(weight_ref, at, at < size) + norm[1] for at in (columns, partner)] if norm else None
+        return [load(weight_ref, (at,), at < size) + norm[1] for at in (columns, partner)] if norm else None
 
     def finished(heads, weights):
         """Products after their norm and rotation."""
@@ -255,8 +255,8 @@ def _kernel(
     q_weights, k_weights = (load_weights(ref) for ref in (q_norm_ref, k_norm_ref))
     if half:
         angle = lax.rem(columns, half)
-        cos = load(cos_ref, angle, turned, 1.0)
-        sin = jnp.where(columns < half, -1.0, 1.0) * load(sin_ref, angle, turned)
+        cos = load(cos_ref, (angle,), turned, 1.0)
+        sin = jnp.where(columns < half, -1.0, 1.0) * load(sin_ref, (angle,), turned)
     factor = norm_factor(squares, *inputs_norm)
 
     cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
