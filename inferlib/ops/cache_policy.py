@@ -63,7 +63,7 @@ def attention_mass(cells: Cells) -> jax.Array:
     "H2O: Heavy-Hitter Oracle", https://arxiv.org/abs/2306.14048; pooled as by Li et al. 2024, "SnapKV",
     https://arxiv.org/abs/2404.14469, since single positions are seldom all of a word)."""
     assert cells.mass is not None
-    return _rounded(_pooled(cells.mass, _POOLED))
+    return rounded_scores(pooled(cells.mass, _POOLED))
 
 
 def last_attention(cells: Cells) -> jax.Array:
@@ -71,7 +71,7 @@ def last_attention(cells: Cells) -> jax.Array:
     et al. 2025, "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction", SAGE-KV,
     https://arxiv.org/abs/2503.08879)."""
     assert cells.weights is not None
-    return _rounded(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
+    return rounded_scores(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
 
 
 def last_attention_of_all_heads(cells: Cells) -> jax.Array:
@@ -80,7 +80,7 @@ def last_attention_of_all_heads(cells: Cells) -> jax.Array:
     https://arxiv.org/abs/2401.06104)."""
     assert cells.weights is not None
     scores = cells.over_heads(jnp.mean(cells.weights[..., -1, :, :], axis=-2))
-    return _rounded(jnp.broadcast_to(scores, cells.keys.shape[:-1]))
+    return rounded_scores(jnp.broadcast_to(scores, cells.keys.shape[:-1]))
 
 
 def window_attention(cells: Cells) -> jax.Array:
@@ -88,7 +88,7 @@ def window_attention(cells: Cells) -> jax.Array:
     "SnapKV: LLM Knows What You are Looking for Before Generation", https://arxiv.org/abs/2404.14469; with other budgets
     for each layer Cai et al. 2024, "PyramidKV", https://arxiv.org/abs/2406.02069)."""
     assert cells.weights is not None
-    return _rounded(_pooled(jnp.mean(cells.weights, axis=(-3, -2)), _POOLED_RECENT))
+    return rounded_scores(pooled(jnp.mean(cells.weights, axis=(-3, -2)), _POOLED_RECENT))
 
 
 def mean_and_variance(cells: Cells) -> jax.Array:
@@ -98,20 +98,20 @@ def mean_and_variance(cells: Cells) -> jax.Array:
     assert cells.weights is not None
     mean, window = jnp.mean(cells.weights, axis=-3), cells.weights.shape[-3]
     variance = jnp.sum((cells.weights - mean[..., None, :, :]) ** 2, axis=-3) / max(window - 1, 1)
-    return _rounded(_pooled(jnp.mean(mean + _GAMMA * variance, axis=-2), _POOLED_RECENT))
+    return rounded_scores(pooled(jnp.mean(mean + _GAMMA * variance, axis=-2), _POOLED_RECENT))
 
 
 def correlation(cells: Cells) -> jax.Array:
     """Positions stay that get the most attention from the newest queries, summed (Ghadia et al. 2025, "Dialogue Without
     Limits: Constant-Sized KV Caches for Extended Responses in LLMs", MorphKV, https://arxiv.org/abs/2503.00979)."""
     assert cells.weights is not None
-    return _rounded(jnp.sum(cells.weights, axis=(-3, -2)))
+    return rounded_scores(jnp.sum(cells.weights, axis=(-3, -2)))
 
 
 def small_norm(cells: Cells) -> jax.Array:
     """Keys of small norms stay, which get much attention (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based
     Strategy for KV Cache Compression", https://arxiv.org/abs/2406.11430)."""
-    return _rounded(-jnp.linalg.norm(cells.keys, axis=-1))
+    return rounded_scores(-jnp.linalg.norm(cells.keys, axis=-1))
 
 
 def distinct_keys(cells: Cells) -> jax.Array:
@@ -121,17 +121,17 @@ def distinct_keys(cells: Cells) -> jax.Array:
     unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _LEAST)
     mean = jnp.sum(jnp.where(valid[:, None], unit, 0), axis=-2, keepdims=True) / jnp.maximum(jnp.sum(valid), 1)
     mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
-    return _rounded(-jnp.sum(unit * mean, axis=-1))
+    return rounded_scores(-jnp.sum(unit * mean, axis=-1))
 
 
-def _pooled(scores: jax.Array, width: int) -> jax.Array:
+def pooled(scores: jax.Array, width: int) -> jax.Array:
     """Scores [..., P] averaged over `width` positions around each, an odd number; 0 stands beyond the ends."""
     count = scores.shape[-1]
     padded = jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(width // 2, width // 2)])
     return sum((padded[..., i : i + count] for i in range(width)), jnp.zeros_like(scores)) / width
 
 
-def _rounded(scores: jax.Array) -> jax.Array:
+def rounded_scores(scores: jax.Array) -> jax.Array:
     """Scores in fewer bits. Those of a token that stands twice may differ by rounding alone, which depends on the
     batch; so they are equal."""
     return lax.reduce_precision(scores, exponent_bits=8, mantissa_bits=_BITS)
