@@ -26,6 +26,8 @@ from rich.table import Table
 from inferlib import LLM, Buckets, SamplingParams, StructuredOutputs
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.selected_pages import PageSelection
+from inferlib.ops.token_propagation import TokenPropagation
+from inferlib.option_checks import sparse_option
 
 NAMES = ("Anna", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karla", "Louis")
 TEXT = Path(__file__).parents[1] / "LICENSE"
@@ -42,15 +44,16 @@ class Question(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The options `attention_pages` and `cache_policy` of `LLM`."""
+    """The options `attention_pages`, `cache_policy` and `sparse_prefill` of `LLM`."""
 
     pages: str | None = None
     policy: str | None = None
+    prefill: str | None = None
 
 
 class Row(NamedTuple):
-    """How many questions were answered, in the prompt and later. option: `attention_pages` or `cache_policy`. read: the
-    share of the context that a decode step reads."""
+    """How many questions were answered, in the prompt and later. option: the one of a `Way`. read: the share of the
+    context that a decode step reads, on average over the layers."""
 
     option: str
     in_prompt: int
@@ -107,23 +110,28 @@ def answers_later(llm: LLM, asked: Sequence[Question]) -> int:
 
 def build(model: str, tokens: int, pages: str | None, **options: Any) -> LLM:
     """A model for contexts of so many tokens. options: of `LLM`."""
-    length = -(-(tokens + 64) // 128) * 128
-    sizes = dict(max_batch=4, max_len=length, buckets=Buckets((512,), (4,), (length,)), progress=False)
+    how = sparse_option(options.get("sparse_prefill"))
+    chunk = how.segment if isinstance(how, TokenPropagation) and how.segment else 512
+    length = max(-(-(tokens + 64) // 128) * 128, chunk)
+    sizes = dict(max_batch=4, max_len=length, buckets=Buckets((chunk,), (4,), (length,)), progress=False)
     return LLM(model, attention_pages=pages, **sizes | options)
 
 
 def measure(model: str, text: str, tokens: int, ways: Sequence[Way], **options: Any) -> Iterator[Row]:
     """A row of each way to read or to keep, after one that reads all. options: of `LLM`."""
-    for pages, policy in (Way(), *ways):
-        llm = build(model, tokens, pages, cache_policy=policy, **options)
+    for pages, policy, prefill in (Way(), *ways):
+        llm = build(model, tokens, pages, cache_policy=policy, sparse_prefill=prefill, **options)
         asked = questions(llm, text, tokens)
         selection, bounded, read = PageSelection.read(pages), CachePolicy.read(policy), tokens
         if selection is not None:
             read = selection.count * (selection.size or llm.engine.plan.page)
         elif bounded is not None:
             read = bounded.budget
+        elif (how := llm.config.propagation) is not None:
+            fewer = 1 - how.layer / len(llm.model_config.layers)
+            read -= fewer * how.skipped(tokens)
         right = answers(llm, asked), answers_later(llm, asked)
-        yield Row(pages or policy or "all", *right, len(asked), min(read / tokens, 1.0))
+        yield Row(pages or policy or prefill or "all", *right, len(asked), min(read / tokens, 1.0))
 
 
 def main() -> None:
@@ -133,11 +141,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--pages", default="quest:32:16,quest:16:16,quest:8:16,quest:16:32,quest:8:32,quest:4:64")
     parser.add_argument("--policies", default="keydiff:256,knorm:256,streaming:256")
+    parser.add_argument("--prefill", default="", help="values of sparse_prefill, such as fastkv:20:0.3")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     ways = [Way(pages=name) for name in args.pages.split(",") if name]
     ways += [Way(policy=name) for name in args.policies.split(",") if name]
+    ways += [Way(prefill=name) for name in args.prefill.split(",") if name]
     rows = list(measure(args.model, args.text.read_text(encoding="utf-8"), args.tokens, ways, dtype=args.dtype))
     if args.json:
         print(json.dumps([row._asdict() for row in rows], indent=1))

@@ -59,6 +59,7 @@ class Buckets:
         multiple: int = 1,
         tile: int | None = None,
         most: int | None = None,
+        narrowest: int | None = None,
     ) -> Buckets:
         """Powers of four up to the limits.
 
@@ -66,14 +67,17 @@ class Buckets:
         ragged: attention reads only the positions that a row has, so one cache bucket is enough.
         multiple: prefill buckets are multiples of it.
         tile: of prompts that share a step. most: prompt tokens of a step; by default 512, or max_len if that is less.
+        narrowest: tokens of the smallest prefill bucket; by default a tile.
         """
         if max_batch < 1 or max_len < 2:
             raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
         tile = tile and min(tile, max_len)
         first, most = tile or 32, most or min(512, max_len)
         multiple = math.lcm(multiple, tile or 1)
+        prefill = {rounded_up(size, multiple) for size in _powers(first, max(first, most))}
+        prefill |= {size for size in _powers(narrowest, first) if size < first} if narrowest else set()
         return Buckets(
-            prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(first, max(first, most))})),
+            prefill=tuple(sorted(prefill)),
             batch=_fine(max_batch) if fine else _powers(1, max_batch),
             cache=(max_len,) if ragged else _powers(256, max_len),
             tile=tile and rounded_up(tile, multiple),

@@ -20,6 +20,7 @@ from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.prefill_attention import takes_lists
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
+from inferlib.ops.token_propagation import SEGMENT, TokenPropagation
 from inferlib.option_checks import (
     CALIBRATED_CACHE,
     PACKED_CACHES,
@@ -59,6 +60,7 @@ _ROWS, _ROWS_OF_BUCKETS = {"cpu": 8, "gpu": 512, "tpu": 64, "neuron": 8}, 64
 _POSITIONS = {"cpu": 2048, "gpu": 2048, "tpu": 8192, "neuron": 2048}
 # By platform: tokens of a tile, and most prompt tokens of a step.
 _TILES = {"cpu": (32, 512), "gpu": (32, 8192)}
+_NARROWEST = 128  # tokens of the smallest chunk beside those of a whole segment
 _DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
 _RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, which are longer by as many
 STREAMED_ROWS = 16  # of a replica, whose streams get each token by itself; see `EngineConfig.one_step_buckets`
@@ -134,7 +136,8 @@ class EngineConfig:
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     speculation: what drafts tokens that decode steps verify; None: nothing does.
     attention_pages: which pages of a row decode steps read; None: all.
-    sparse_prefill: how prompts list the blocks that they attend to; None: they attend to all.
+    sparse_prefill: how prompts list the blocks that they attend to, or which of their tokens later layers see; None:
+    they attend to all.
     cache_policy: which positions of a row its cache keeps; None: all.
     adapters: how many adapters may be on the devices; None: programs take none.
     depthwise_batching: decode programs have rows at different steps of a loop's core; a number: how many wait before
@@ -165,7 +168,7 @@ class EngineConfig:
     itl: float | None = None
     speculation: Speculation | None = None
     attention_pages: PageSelection | None = None
-    sparse_prefill: SparsePrefill | None = None
+    sparse_prefill: SparsePrefill | TokenPropagation | None = None
     cache_policy: CachePolicy | None = None
     adapters: AdapterSlots | None = None
     depthwise_batching: bool | int = False
@@ -176,6 +179,7 @@ class EngineConfig:
         self._check_speculation()
         self._check_selection()
         self._check_sparse()
+        self._check_propagation()
         self._check_policy()
         self._check_depthwise()
         check_page_size(self.page_size)
@@ -244,7 +248,7 @@ class EngineConfig:
             raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
 
     def _check_sparse(self) -> None:
-        if (sparse := self.sparse_prefill) is None:
+        if (sparse := self.block_lists) is None:
             return
         split = self.shards.size(axes.POSITIONS) > 1 or self.shards.size(axes.TOKENS) > 1
         other = self.platform == "gpu" and not takes_lists(self.backend.prefill_attention)
@@ -256,6 +260,26 @@ class EngineConfig:
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"sparse_prefill {str(sparse)!r} {why}")
+
+    def _check_propagation(self) -> None:
+        if not isinstance(how := self.sparse_prefill, TokenPropagation):
+            return
+        names = ("speculation", "attention_pages", "cascade", "depthwise_batching", "itl")
+        reasons = {
+            "has steps of whole rows, split over heads or replicas: give parallel with tp, ep and dp alone": (
+                self.shards.preset not in ("", "tp")
+            ),
+            "does not run on Trainium: leave it out": self.platform == "neuron",
+            "has layers that see other tokens, which are not stacked: leave scan out, or give scan=False": self.scan,
+            "packs cells of later layers by row, which no tier could give to another: leave host_cache and disk_cache "
+            "out": self.has_tiers,
+            **{f"does not work with {name} yet: leave one of them out": getattr(self, name) for name in names},
+            f"has segments that are chunks of a prompt, and by these buckets a chunk has up to {self.segment} tokens: "
+            "make them their tile, or leave the segment out": how.segment not in (None, self.segment)
+            and self.segment < self.max_len,
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise ConfigurationError(f"sparse_prefill {str(how)!r} {why}")
 
     def _check_policy(self) -> None:
         if (policy := self.cache_policy) is None:
@@ -291,6 +315,23 @@ class EngineConfig:
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"depthwise_batching {self.depthwise_batching!r} {why}")
+
+    @property
+    def block_lists(self) -> SparsePrefill | None:
+        """How prompts list the blocks that they attend to; None: they attend to all."""
+        return self.sparse_prefill if isinstance(self.sparse_prefill, SparsePrefill) else None
+
+    @property
+    def propagation(self) -> TokenPropagation | None:
+        """Which tokens of prompts later layers see; None: all."""
+        how = self.sparse_prefill
+        return replace(how, segment=self.segment) if isinstance(how, TokenPropagation) else None
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment of a prompt, of which later layers see some: those of the widest chunk. Narrower chunks
+        have what is left of a prompt."""
+        return max(width for _, width in self.prefill_shapes())
 
     @property
     def compacted(self) -> CachePolicy | None:
@@ -402,8 +443,10 @@ class EngineConfig:
             check_bases(model, self.attention_pages, drafts=draft is not None)
         if self.kv_cache_dtype == CALIBRATED_CACHE:
             check_turns(model, drafts=draft is not None)
-        if self.sparse_prefill is not None:
-            check_selecting(model, f"sparse_prefill {str(self.sparse_prefill)!r}")
+        if self.block_lists is not None:
+            check_selecting(model, f"sparse_prefill {str(self.block_lists)!r}")
+        if self.propagation is not None:
+            check_propagation(model, self.propagation)
         if self.cache_policy is not None:
             check_compacted(model, self.cache_policy)
             if self.cache_policy.by_layer and not self.cache_policy.levels:
@@ -486,7 +529,7 @@ class EngineSettings(TypedDict, total=False):
     itl: float | None
     speculation: Speculation | str | None
     attention_pages: PageSelection | str | None
-    sparse_prefill: SparsePrefill | str | None
+    sparse_prefill: SparsePrefill | TokenPropagation | str | None
     cache_policy: CachePolicy | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
@@ -546,7 +589,8 @@ class EngineOptions:
         "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
         most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "sample:0.9" estimates by
         samples of the queries, "mean:0.9" by means. Layers with a window, latents or a state, and decode steps, are
-        computed in full. By default prompts attend to all.
+        computed in full. Or "fastkv:20:0.3": layers from number 20 on see 30 % of the tokens of each segment of 2048;
+        "fastkv:20:0.3:512" of each 512. By default prompts attend to all, in all layers.
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
         decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
         "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among
@@ -587,7 +631,7 @@ class EngineOptions:
     itl: float | None = None
     speculation: Speculation | str | None = None
     attention_pages: PageSelection | str | None = None
-    sparse_prefill: SparsePrefill | str | None = None
+    sparse_prefill: SparsePrefill | TokenPropagation | str | None = None
     cache_policy: CachePolicy | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
@@ -676,16 +720,7 @@ class EngineOptions:
         max_batch = _default(self.max_batch, rounded_up(rows, shards.replicas))
         buckets = self.buckets
         if buckets is None:
-            tile, most = _tile(platform, shards, model, BLOCK if self.sparse_prefill is not None else 1)
-            buckets = Buckets.default(
-                max_batch,
-                max_len,
-                ragged=live,
-                fine=platform == "gpu",
-                multiple=shards.size(axes.TOKENS),
-                tile=tile,
-                most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
-            )
+            buckets = self._buckets((max_batch, max_len), platform, shards, model, live=live)
         return EngineConfig(
             max_batch,
             max_len,
@@ -713,6 +748,30 @@ class EngineOptions:
             depthwise_batching=self.depthwise_batching,
         ).leveled(model)
 
+    @property
+    def _selects_tokens(self) -> bool:
+        """True if later layers see fewer tokens of prompts."""
+        return isinstance(self.sparse_prefill, TokenPropagation)
+
+    def _buckets(
+        self, sizes: tuple[int, int], platform: str, shards: Shards, model: ModelConfig | None, *, live: bool
+    ) -> Buckets:
+        """The buckets by default. sizes: `max_batch` and `max_len`. live: see `_reads_live_positions`."""
+        (max_batch, max_len), sparse = sizes, self.sparse_prefill
+        tile, most = _tile(platform, shards, model, 1 if sparse is None else BLOCK)
+        if isinstance(sparse, TokenPropagation):  # a tile is a whole segment
+            tile, most = sparse.segment or SEGMENT, _TILES.get(platform, (None, None))[1]
+        return Buckets.default(
+            max_batch,
+            max_len,
+            ragged=live,
+            fine=platform == "gpu",
+            multiple=shards.size(axes.TOKENS),
+            tile=tile,
+            most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
+            narrowest=_NARROWEST if self._selects_tokens else None,
+        )
+
     def _usual_steps(self, platform: str) -> int:
         """How many decode steps a dispatch has by default. Rows at different depths do not wait for each other."""
         return 8 if self.depthwise_batching else {"gpu": 4, "neuron": 1}.get(platform, 8)
@@ -728,6 +787,8 @@ class EngineOptions:
             chosen = Backend.for_platform(device.platform, shards, device.cores, device.generation)
             backend = with_option(chosen, "auto" if backend is None else backend)
         drafted = speculation is not None and speculation.by_model
+        if self._selects_tokens and self.scan is None:
+            return False, backend
         if not on_tpu or self.scan is not None or model is None or drafted or (fixed and backend.matmul != "xla"):
             return _default(self.scan, on_tpu), backend
         unrolled = unrolls(model, quantization, shards, backend, device.generation)
@@ -754,6 +815,7 @@ class EngineOptions:
             "prefix_caching is False, so rows share nothing": not self.prefix_caching,
             "attention_pages reads other pages of each row": self.attention_pages is not None,
             "cache_policy keeps other cells of each row": self.cache_policy is not None,
+            "sparse_prefill fastkv packs cells by row": self._selects_tokens,
             "positions are split over devices": shards.size(axes.POSITIONS) > 1,
             "depthwise_batching has rows at different steps": bool(self.depthwise_batching),
             "rows of this model share nothing: it has windows, chunks or states": not pages,
@@ -780,6 +842,25 @@ def check_selecting(model: ModelConfig, option: str) -> None:
             f"{option} is of layers that keep keys and values of all positions, and this model has none, only windows, "
             "latents or states: leave it out"
         )
+
+
+def check_propagation(model: ModelConfig, how: TokenPropagation) -> None:
+    """Raise ConfigurationError if layers of a model cannot see fewer tokens of prompts than others."""
+    mixers, count = [layer.attention for layer in model.layers], len(model.layers)
+    every = all(isinstance(x, AttentionSpec) and x.reach is None and x.cache_of is None for x in mixers)
+    reasons = {
+        "is for models whose layers all keep keys and values of all positions of their own, and this one has windows, "
+        "latents, states or layers that read the cache of another: leave it out": not every,
+        "weighs keys again without the learned sinks that this model has: leave it out": any(
+            isinstance(x, AttentionSpec) and x.sinks for x in mixers
+        ),
+        "is for models whose layers run once: leave it out": model.loop is not None,
+        "is for models with one residual: leave it out": model.lanes is not None or model.streams > 1,
+        "is for models that embed tokens before the first layer alone: leave it out": model.per_layer is not None,
+        f"names a layer from 1 to {count - 1} of this model of {count}": how.layer >= count,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise ConfigurationError(f"sparse_prefill {str(how)!r} {why}")
 
 
 def check_bases(model: ModelConfig, selection: PageSelection, *, drafts: bool = False) -> None:

@@ -690,6 +690,11 @@ class LLM:
         limit = max_len - len(tokens) if params.max_tokens is None else params.max_tokens
         number = next(self._ids)
         detail = scored if params.prompt_logprobs is None else "logprobs"
+        if detail and self.config.propagation is not None:
+            raise ValueError(
+                f"sparse_prefill {str(self.config.propagation)!r} computes no last hidden states of tokens that later "
+                "layers do not see, of which scores and embeddings of prompts are made: load the model without it"
+            )
         sequences = [
             EngineSequence(
                 tokens,

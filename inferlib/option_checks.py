@@ -19,6 +19,7 @@ from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.selected_pages import PageSelection
 from inferlib.ops.sparse_prefill import SparsePrefill
+from inferlib.ops.token_propagation import TokenPropagation
 from inferlib.speculation.settings import Speculation
 
 
@@ -180,10 +181,11 @@ def selection_option(value: Any) -> PageSelection | None:
         raise ConfigurationError(str(error)) from None
 
 
-def sparse_option(value: Any) -> SparsePrefill | None:
-    """See `SparsePrefill.read`. Raises ConfigurationError."""
+def sparse_option(value: Any) -> SparsePrefill | TokenPropagation | None:
+    """See `SparsePrefill.read` and, of fastkv, `TokenPropagation.read`. Raises ConfigurationError."""
+    fewer_tokens = isinstance(value, TokenPropagation) or (isinstance(value, str) and value.startswith("fastkv"))
     try:
-        return SparsePrefill.read(value)
+        return TokenPropagation.read(value) if fewer_tokens else SparsePrefill.read(value)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
 

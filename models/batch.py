@@ -17,6 +17,7 @@ from inferlib.ops.adapted_matmul import AdaptedWeight, adapted_matmul
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import Activations, Weight, matmul
 from inferlib.ops.sparse_prefill import SparsePrefill
+from inferlib.ops.token_propagation import TokenPropagation
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -102,6 +103,8 @@ class StepContext:
     all. depths: how many steps of a loop's core each row takes; None: all. dropped [R] int32: how many positions before
     a row's tokens its cache no longer has; None: it has all. The batch, table and limit number a row's cells without
     them, and `positions` count them. levels: of layers that keep more than this says, those of level 1 first.
+    propagation (static): which tokens of chunks the later layers see; None: all. skipped [R] int32: how many cells
+    fewer a row has in these layers, if they see fewer.
     """
 
     batch: StepBatch
@@ -121,6 +124,8 @@ class StepContext:
     dropped: jax.Array | None = None
     depths: Depths | None = None
     levels: tuple[CacheLevel, ...] = ()
+    propagation: TokenPropagation | None = None
+    skipped: jax.Array | None = None
 
     def of_level(self, level: int) -> StepContext:
         """The step as layers of a level of the cache see it."""

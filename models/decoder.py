@@ -23,6 +23,7 @@ from inferlib.models.layers.per_layer import PerLayerEmbedding
 from inferlib.models.layers.residual import Streams
 from inferlib.models.layout import Layout
 from inferlib.models.looped import Loop
+from inferlib.models.propagation import propagate
 from inferlib.models.run_segment import run_segment, stacked
 from inferlib.models.segments import Segment, block_of
 from inferlib.models.stream import Residual
@@ -91,9 +92,13 @@ class Decoder(nnx.Module):
         x, inputs = self.inputs(ctx)
         residual = self.first_residual(x, ctx, mailboxes)
         new, loads, at, traced, core = [], [], 0, {}, None
-        features = {0: residual.x}
+        features, before, propagated = {0: residual.x}, residual, None
         for segment in self.segments:
-            end = at + len(segment.pattern)
+            if ctx.propagation is not None and segment.start == ctx.propagation.layer:
+                propagated = propagate(self.blocks[at - 1], before, ctx)
+                residual, ctx, traced = propagated.residual(residual), propagated.ctx, {}
+                self.compute_shared(ctx)
+            before, end = residual, at + len(segment.pattern)
             blocks = self.blocks[at:end]
             caches = [
                 self.borrowed_cache(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)
@@ -111,7 +116,9 @@ class Decoder(nnx.Module):
         load = jnp.concatenate(loads) if loads else None
         chosen = [ctx.shards.all_tokens(features[n], ctx.tokens) for n in ctx.feature_layers]
         stacked_features = jnp.stack(chosen, axis=1) if chosen else None
-        return Forward(self.outputs(residual, ctx), tuple(new), residual.mailboxes, load, stacked_features, core)
+        hidden = self.outputs(residual, ctx)
+        hidden = hidden if propagated is None else propagated.restored(hidden)
+        return Forward(hidden, tuple(new), residual.mailboxes, load, stacked_features, core)
 
     def kind_of_block(self, spec: LayerSpec) -> type[Block]:
         """The class of a layer's block."""

@@ -350,6 +350,8 @@ class CachePlan:
             return "prefix_caching is False"
         if config.compacted is not None:
             return f"cache_policy {str(config.compacted)!r} moves the cells of each row, which no other row can take"
+        if config.propagation is not None:
+            return f"sparse_prefill {str(config.propagation)!r} packs the cells of later layers, each row for itself"
         if not any(self.of_rows) or self.snapshots:
             return None
         what = "recurrent layers have a state" if self.exact_snapshots else "layers with a window or chunks have a ring"

@@ -120,7 +120,8 @@ SparsePrefill = Annotated[
     typer.Option(
         help="Prompts attend only to the blocks that an estimate lists: xattention:0.9 lists them until they have 90 % "
         "of the attention, at most a quarter of the context's; xattention:0.9:0.5 at most half. sample:0.9 "
-        "and mean:0.9 estimate in other ways. It changes results; by default prompts attend to all."
+        "and mean:0.9 estimate in other ways. fastkv:20:0.3 is another way: layers from number 20 on see 30 % of the "
+        "tokens. It changes results; by default prompts attend to all, in all layers."
     ),
 ]
 MaxAdapters = Annotated[

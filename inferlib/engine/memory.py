@@ -108,11 +108,11 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
             heads = model.layout.heads(spec)
             logits = heads.groups * heads.queries // config.shards.size(axes.KV_HEADS) * config.max_len * 4
             most = max(most, 2 * config.buckets.prefill[-1] // config.shards.size(axes.TOKENS) * logits)
-        if config.sparse_prefill is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
+        if config.block_lists is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
             heads, chunks = model.layout.heads(spec), max(p for p, _ in config.prefill_shapes())
             keys = heads.groups // config.shards.size(axes.KV_HEADS) * config.max_len * spec.head_dim
             gathered = 2 * chunks * keys * model.dtype.itemsize  # as they are, and with zeros behind the row's end
-            in_place = gathers_nothing(config.sparse_prefill, choice.name, heads.queries)
+            in_place = gathers_nothing(config.block_lists, choice.name, heads.queries)
             most = max(most, 0 if in_place else gathered)
     for layers_of_one, choice in layers["decode_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention

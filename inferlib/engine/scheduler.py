@@ -509,8 +509,11 @@ class Scheduler:
     def _filled(self, prompts: list[Sequence], count: int, width: int) -> list[Chunk]:
         """The chunks of a step that prefills `count` chunks of `width` tokens on each replica."""
         chunks, room = [], [count] * self.config.shards.replicas
+        narrow = self.config.propagation is not None and width < self.config.segment
         for s in prompts:
             replica, start, whole = s.row // self.config.rows, s.prefilled, len(s.context)
+            if narrow and whole - start > width:
+                break  # a segment is in one chunk, and no later prompt goes first
             end = min(whole, start + min(self.config.row_tokens, room[replica] * width))
             end = self.pages[replica].stop(s, end)
             end = end if self.bounded is None else min(end, s.boundary)

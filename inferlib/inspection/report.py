@@ -413,13 +413,19 @@ def _cache_read(block: BlockCache | BlockState, reach: int | None, config: Engin
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     """FLOPs of the matrix products of a step on one device. Rows are full, and a chunk is the last of a full row: its
-    tokens see what precedes them, or their window of it; where they list blocks, as many as there is room for."""
-    shards, sparse, total = programs.config.shards, programs.config.sparse_prefill, 0
+    tokens see what precedes them, or their window of it; where they list blocks, as many as there is room for. Where
+    later layers see fewer tokens, layers count as equal."""
+    shards, sparse, total = programs.config.shards, programs.config.block_lists, 0
     for model, _, seen, times in _passes(programs, key):
         most = None
         if sparse is not None and model is programs.model:  # a model that drafts attends in full
             most = sparse.max_blocks(programs.config.max_len, seen.limit) * BLOCK
-        total += times * _flops_of(model, shards, seen, most)
+        of_model = _flops_of(model, shards, seen, most)
+        if (how := programs.config.propagation) is not None:
+            fewer, every = replace(seen, chunk=how.count(seen.chunk)), len(model.config.layers)
+            of_fewer = _flops_of(model, shards, fewer, most)
+            of_model = (how.layer * of_model + (every - how.layer) * of_fewer) // every
+        total += times * of_model
     return total
 
 

@@ -48,7 +48,9 @@ class SparsePrefill:
 
     def __post_init__(self):
         if self.method not in METHODS:
-            raise ValueError(f"sparse_prefill has the methods {', '.join(METHODS)}, got {self.method!r:.100}")
+            raise ValueError(
+                f"sparse_prefill has the methods {', '.join(METHODS)} and fastkv, got {self.method!r:.100}"
+            )
         for name, value in (("threshold", self.threshold), ("share of the blocks", self.share)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"the {name} of sparse_prefill is above 0 and at most 1, got {value!r:.100}")

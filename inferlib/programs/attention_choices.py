@@ -79,7 +79,10 @@ def _choose_prefill(
     passed = slots * (1 if table is None else table.shape[1])
     counts = {slots} if devices == 1 else {min(passed, -(-limit // devices)) for limit in config.limits}
     table = table if devices == 1 else None
-    for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
+    shapes = config.prefill_shapes()
+    if (how := config.propagation) is not None:
+        shapes += tuple((chunks, how.count(chunk)) for chunks, chunk in shapes)
+    for (chunks, chunk), count in itertools.product(shapes, counts):
         read = [
             _array((*x.shape[:-2], folded_rows(count, fold), x.shape[-1]), x.dtype)
             for x, fold in zip(arrays, block.folds, strict=True)
@@ -94,7 +97,7 @@ def _choose_prefill(
         else:
             kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
             q = _array((chunks, chunk // devices, kv_heads, heads.queries, size), model.dtype)
-            cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.sparse_prefill, None
+            cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.block_lists, None
             if sparse is not None and spec.reach is None:
                 listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(config.max_len, cache.slots))
             capped = spec.softcap is not None or spec.sinks

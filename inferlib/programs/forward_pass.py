@@ -97,7 +97,8 @@ class ForwardPass:
         config, columns = self.program.config, self.program.plan.columns
         ctx = self.context(self.program.model.config, config.backend, rows.pages[:, :columns], batch)
         ctx = replace(ctx, adapters=rows.adapter, feature_layers=self.program.feature_layers)
-        ctx = replace(ctx, sparse=config.sparse_prefill, dropped=rows.dropped, levels=self.levels(rows))
+        ctx = replace(ctx, sparse=config.block_lists, dropped=rows.dropped, levels=self.levels(rows))
+        ctx = replace(ctx, propagation=config.propagation, skipped=rows.skipped)
         if rows.depth is not None:
             ctx = replace(ctx, depths=Depths(rows.depth, rows.threshold, whole=config.counted))
         if config.attention_pages is not None:

@@ -29,6 +29,7 @@ def config_axes(model: AbstractModel, config: EngineConfig, drafter: ModelDrafte
         first=drafter is not None and drafter.defers,
         dropped=config.compacted is not None,
         ahead=len(config.bounds) > 1,
+        skipped=config.propagation is not None,
         **of_loop(model.config.loop),
         **dict.fromkeys(("taken", "core"), bool(config.depthwise_batching)),
     )

@@ -61,6 +61,9 @@ class Prefill(StepParts):
         key, shards, output = self.program.key, self.program.config.shards, StepOutput(no_tokens())
         table = chunk.unpack()
         state = state.started(table.row, table.first != 0)
+        if (how := self.program.config.propagation) is not None:
+            skipped = how.skipped(table.start + table.length)
+            state = state.with_skipped(table.row, table.first != 0, skipped)
         stripe = shards.stripe(axes.TOKENS)
         tokens = stripe.take(chunk.tokens, dim=1)
         live = jnp.where(rows.active, rows.length + 1, 0)

@@ -633,7 +633,7 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
         for chunks, chunk in config.prefill_shapes():
             keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
-        if detail := details.get(mode):
+        if config.propagation is None and (detail := details.get(mode)):
             keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in config.detail_shapes()]
     if mode in DEVICE_MODES:
         return keys

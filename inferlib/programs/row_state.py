@@ -31,6 +31,8 @@ class RowState(NamedTuple):
     depth [R]: how many steps of a loop's core the row takes, 0 for all, which `row_changes` alone changes; None of
     models that repeat no layers. threshold [R]: by what its tokens leave earlier, see `Depth`, likewise; None of models
     whose tokens do not.
+    skipped [R]: how many of its positions a row lacks in layers that see fewer tokens of its prompt, if there are any
+    (see `inferlib.models.propagation`); else None.
     core [R, 2, D]: of a row whose last token is in a loop's core, the state, and what each step injects. taken [R]: how
     many steps that token has taken; -1: it has not begun. None unless rows go on there, see
     `inferlib.programs.depthwise`.
@@ -55,6 +57,7 @@ class RowState(NamedTuple):
     taken: jax.Array | None = None
     core: jax.Array | None = None
     ahead: jax.Array | None = None
+    skipped: jax.Array | None = None
 
     @staticmethod
     def zeros(
@@ -118,6 +121,14 @@ class RowState(NamedTuple):
         ahead = None if self.ahead is None else self.ahead.at[rows].set(0, mode="drop")
         return self._replace(dropped=self.dropped.at[rows].set(0, mode="drop"), ahead=ahead)
 
+    def with_skipped(self, rows: jax.Array, first: jax.Array, skipped: jax.Array) -> RowState:
+        """The state after chunks [P] of rows, behind which the rows lack `skipped` positions in later layers. first:
+        true where a prompt starts. A row may have several chunks, and lacks more behind each."""
+        if self.skipped is None:
+            return self
+        fresh = self.skipped.at[jnp.where(first, rows, self.skipped.size)].set(0, mode="drop")
+        return self._replace(skipped=fresh.at[rows].max(skipped, mode="drop"))
+
     def not_begun(self, rows: jax.Array) -> RowState:
         """The state in which the last tokens of rows [P] are in no loop's core."""
         return self if self.taken is None else self._replace(taken=self.taken.at[rows].set(-1, mode="drop"))
@@ -134,14 +145,14 @@ class RowState(NamedTuple):
 
 
 # Fields of one number of each row, if there are any.
-NUMBERS = ("adapter", "first", "dropped", "depth", "threshold", "taken")
+NUMBERS = ("adapter", "first", "dropped", "depth", "threshold", "taken", "skipped")
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
 _PENDING = (axes.ROWS, None, None), _ROW
 STATE_AXES: Any = RowState._make(
     [
         *[*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), *[(axes.ROWS, None)] * 2],
-        *[_ROW, *_PENDING, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None, None), (axes.ROWS, None)],
+        *[_ROW, *_PENDING, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None, None), (axes.ROWS, None), _ROW],
     ]
 )
 

@@ -37,7 +37,7 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     spans = {row: (first_of(engine, row, stop), stop) for row, stop in lengths.items() if row not in to_restore}
     of_rows = [spans, {row: snapshots[number] for row, number in to_save}]
     masks = []
-    for spec, block in blocks_of(engine):
+    for layer, (spec, block) in enumerate(blocks_of(engine)):
         if not block.paged:
             masks.append(np.any([_entries(engine, block, spec, engine.plan.rows, x) for x in of_rows], axis=0))
             continue
@@ -46,7 +46,7 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
         mask = np.zeros((engine.plan.pages_of(block.level, replicas), slots), bool)
         slots //= devices
         for row, stop in lengths.items():
-            stop += cells_ahead(engine, row, block.level)
+            stop += cells_ahead(engine, row, block.level) - cells_skipped(engine, row, stop, layer)
             number, device = np.divmod(np.arange(stop), devices)
             mask[pages_of(engine, row, block.level)[number // slots], device * slots + number % slots] = True
         for page, count in cached_pages(engine):
@@ -124,6 +124,15 @@ def cells_ahead(engine: Engine, row: int, level: int) -> int:
     return int(ahead[row, level - 1]) if level and ahead is not None and s.prefilled else 0
 
 
+def cells_skipped(engine: Engine, row: int, stop: int, layer: int) -> int:
+    """How many of a row's first `stop` positions a layer lacks, as it sees fewer tokens of prompts."""
+    how = engine.config.propagation
+    if how is None or layer < how.layer:
+        return 0
+    active = bool(engine.state.active[row])
+    return int(engine.state.skipped[row]) if active else how.skipped(stop)
+
+
 def cached_pages(engine: Engine) -> Iterator[tuple[int, int]]:
     """Pages among those of all replicas that other sequences can take, and how many cells of each."""
     for replica, pages in enumerate(engine.scheduler.pages):
@@ -157,6 +166,8 @@ def poison(engine: Engine) -> float:
         garbage = garbage._replace(dropped=huge)
     if engine.state.ahead is not None:
         garbage = garbage._replace(ahead=huge)
+    if engine.state.skipped is not None:
+        garbage = garbage._replace(skipped=huge)
     if engine.state.depth is not None:
         garbage = garbage._replace(depth=huge)
     if engine.state.threshold is not None:
@@ -184,6 +195,8 @@ def poison(engine: Engine) -> float:
         state = state._replace(dropped=_where(running, engine.state.dropped, huge))
     if engine.state.ahead is not None:
         state = state._replace(ahead=_where(running[:, None], engine.state.ahead, huge))
+    if engine.state.skipped is not None:
+        state = state._replace(skipped=_where(running, engine.state.skipped, huge))
     if engine.state.depth is not None:
         state = state._replace(depth=_where(running, engine.state.depth, huge))
     if engine.state.threshold is not None:
