@@ -10,6 +10,11 @@ which ranks single positions so).
 Each KV head of a row has its own selection. A block of one head is consecutive in memory, so a pool of pages
 [N, K, S, h] is also a pool of N * K * S / s pages of one head and s positions. In that form the selection is a page
 table, with a row for each row and KV head, and decode attention runs as it is.
+
+A row's table may lack pages, whose cells are in the host's memory; summaries of all are here. Queries read the best of
+the blocks that are here, and `wanted_pages` counts those that they would have read. So the host can bring them before
+later steps, whose queries are much like these, as Lee et al. 2024, "InfiniGen", https://arxiv.org/abs/2406.19707,
+brings those of a layer by the input of the layer before it.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from inferlib.ops.option_text import read_option
 METHODS = ("quest", "loki")
 # The most blocks of a row that are compared with one another, in a fraction of the time that a TPU takes to sort them.
 _COUNTED = 512
-_TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?")
+_TEXT = re.compile(r"([a-z]+):(\d{1,6})(?::(\d{1,6}))?(?::resident=(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,15 @@ class PageSelection:
     """Which part of a row's cache a decode step reads.
 
     method: "quest", or "loki" by bases of keys. count: blocks of a row and KV head that are read, the first and the
-    newest included. size: positions of a block, a power of two that divides a page; None: a page. Raises ValueError for
-    others.
+    newest included. size: positions of a block, a power of two that divides a page; None: a page. resident: the most
+    pages that a row which decodes keeps on the device, with the others in the host's memory; None: all. Raises
+    ValueError for others.
     """
 
     method: str
     count: int
     size: int | None = None
+    resident: int | None = None
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -63,6 +70,8 @@ class PageSelection:
         size = self.size
         if size is not None and (type(size) is not int or size < 1 or size & (size - 1)):
             raise ValueError(f"a block of attention_pages has a power of two positions, got {size!r:.100}")
+        if self.resident is not None and (type(self.resident) is not int or self.resident < 2):
+            raise ValueError(f"attention_pages keeps 2 resident pages or more, got {self.resident!r:.100}")
 
     @staticmethod
     def read(value: Any) -> PageSelection | None:
@@ -70,9 +79,9 @@ class PageSelection:
         None. Raises ValueError for anything else."""
         usage = (
             "attention_pages is text such as 'quest:64', the pages that a step reads of a row, or 'quest:64:16', as "
-            "many blocks of 16 positions"
+            "many blocks of 16 positions; ':resident=96' behind either keeps 96 pages of a row on the device"
         )
-        make = lambda x: PageSelection(x[1], int(x[2]), int(x[3]) if x[3] else None)  # noqa: E731
+        make = lambda x: PageSelection(x[1], int(x[2]), *(int(n) if n else None for n in x.group(3, 4)))  # noqa: E731
         return read_option(value, PageSelection, _TEXT, make, usage)
 
     @property
@@ -81,18 +90,23 @@ class PageSelection:
         return self.method == "loki"
 
     def __str__(self) -> str:
-        return ":".join(str(x) for x in (self.method, self.count, self.size) if x is not None)
+        text = ":".join(str(x) for x in (self.method, self.count, self.size) if x is not None)
+        return text if self.resident is None else f"{text}:resident={self.resident}"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
     """How decode rows select blocks. summaries: [N, n, K, 2 * h] of the n blocks of a page, or [L, N, ...]; count:
-    blocks that are read; basis [K, h, d]: the directions that summaries are of, which then have 2 * d numbers."""
+    blocks that are read; basis [K, h, d]: the directions that summaries are of, which then have 2 * d numbers.
+
+    places [B, M] int32: where the summaries of rows' pages lie, if rows' tables may lack pages, which are negative
+    there; None: where the pages lie, and none is missing."""
 
     summaries: jax.Array
     count: int = field(metadata={"static": True})
     basis: jax.Array | None = None
+    places: jax.Array | None = None
 
 
 def projected(x: jax.Array, basis: jax.Array | None) -> jax.Array:
@@ -124,18 +138,25 @@ def upper_bounds(q: jax.Array, summaries: jax.Array) -> jax.Array:
     return jnp.max(jnp.einsum("bckgh,bmkh->bckgm", parts, summaries.astype(dtype), **more), axis=3)
 
 
-def selected_blocks(bounds: jax.Array, lengths: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array]:
+def selected_blocks(
+    bounds: jax.Array, lengths: jax.Array, size: int, count: int, resident: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The blocks that queries read, by their bounds [..., m] float32, of which there are more than `count`.
 
     lengths [...] int32: positions that a query sees, its own the last; 0: none. Bounds of blocks that hold the newest
-    position or none that is seen may be anything. Returns blocks [..., count] int32, ascending up to the newest, which
-    is repeated where a query sees fewer; and how many positions they have, up to the newest.
+    position or none that is seen may be anything. resident [..., m] bool: blocks that can be read, the first and the
+    newest among them; None: all. Returns blocks [..., count] int32, ascending up to the newest, which is repeated where
+    a query sees fewer; and how many positions they have, up to the newest.
     """
     newest = jnp.maximum(lengths - 1, 0) // size
     number = jnp.arange(bounds.shape[-1], dtype=jnp.int32)
-    bounds = jnp.where(number < newest[..., None], bounds, -jnp.inf)
+    able, older = number < newest[..., None], newest
+    if resident is not None:
+        able &= resident
+        older = jnp.sum(able, axis=-1, dtype=jnp.int32)
+    bounds = jnp.where(able, bounds, -jnp.inf)
     bounds = jnp.where(number == 0, jnp.inf, bounds)
-    older = jnp.minimum(newest, count - 1)
+    older = jnp.minimum(older, count - 1)
     choose_best = _by_counting if bounds.shape[-1] <= _COUNTED else _by_sorting
     blocks = choose_best(bounds, jnp.arange(count, dtype=jnp.int32), older[..., None])
     blocks = jnp.where(jnp.arange(count) < older[..., None], blocks, newest[..., None])
@@ -169,15 +190,17 @@ def write_summaries(
     places: jax.Array,
     layer: jax.Array | int | None = None,
     basis: jax.Array | None = None,
+    targets: jax.Array | None = None,
 ) -> jax.Array:
     """The summaries [N, n, K, 2 * h], or [L, N, ...], with those of block places[u] of page pages[u], [U] int32 each,
     by the keys that are in the cache now; so a summary does not depend on what a page had before. basis: see
-    `Selector`.
+    `Selector`. targets [U]: where the summaries of these pages lie; None: where the pages lie.
 
-    keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised; or packed. Pages that do not
-    exist are dropped; all are distinct.
+    keys: [N, K, S, h], or [L, N, ...], and their scales, without h, if they are quantised; or packed. Pages or targets
+    that do not exist are dropped; all are distinct.
     """
-    count, blocks = summaries.shape[-4:-2]
+    count, blocks = keys[0].shape[-4], summaries.shape[-3]
+    targets = pages if targets is None else targets
 
     def cells(x: jax.Array, last: int) -> jax.Array:
         """[U, K, s, ...], of an array with `last` dimensions behind the positions."""
@@ -190,7 +213,7 @@ def write_summaries(
     if len(keys) > 1:
         new = new.astype(jnp.float32) * cells(keys[1], 0)[..., None]
     new = projected(new, basis)
-    at = (pages, places) if layer is None else (layer, pages, places)
+    at = (targets, places) if layer is None else (layer, targets, places)
     return summaries.at[at].set(summary_of(new).astype(summaries.dtype), mode="drop", unique_indices=True)
 
 
@@ -265,21 +288,46 @@ def _selection(
     summaries, count, pages = selector.summaries, selector.count, _table(cache)
     q, (rows, queries, heads), (total, _, slots) = projected(q, selector.basis), q.shape[:3], cache.k.shape[-4:-1]
     size, each = slots // summaries.shape[-3], summaries.shape[-3]
-    if backend == "pallas_gpu" and cache.layer is None:
+    if backend == "pallas_gpu" and cache.layer is None and selector.places is None:
         from inferlib.pallas_kernels.selected_pages_gpu import select_blocks, unsupported
 
         if unsupported(pages.shape[1] * each) is None:
             kernel = partial(select_blocks, size=size, count=count)
             inputs = q.reshape(-1, *q.shape[2:]), summaries, jnp.repeat(pages, queries, axis=0), lengths.reshape(-1)
             return run_kernel(kernel, *inputs)
-    of_row = summaries.at[pages if cache.layer is None else (cache.layer, pages)].get(mode="clip")
-    bounds = upper_bounds(q, of_row.reshape(rows, -1, *of_row.shape[3:]))
+    bounds = _bounds(q, cache, selector)
     lengths = jnp.broadcast_to(lengths[..., None], (rows, queries, heads))
-    blocks, seen = selected_blocks(bounds, lengths, size, count)
+    resident = None if selector.places is None else jnp.repeat(pages >= 0, each, axis=1)[:, None, None]
+    blocks, seen = selected_blocks(bounds, lengths, size, count, resident)
     numbers = jnp.take_along_axis(pages[:, None, None], blocks // each, axis=-1)
     head = jnp.arange(heads, dtype=jnp.int32)[:, None]
     table = (jnp.clip(numbers, 0, total - 1) * heads + head) * each + blocks % each
     return table.reshape(-1, count), seen.reshape(-1)
+
+
+def wanted_pages(q: jax.Array, cache: KvCache, selector: Selector, lengths: jax.Array) -> jax.Array:
+    """How often one query of each row [B, K, G, h] would read each page if all were here, [B, M + 1] int32: the sum
+    over KV heads and blocks, the first and the newest block left out; behind it, how often pages that are not here.
+
+    Others as in `selected_attention`. The compiler computes what both have in common once.
+    """
+    pages, count, each = _table(cache), selector.count, selector.summaries.shape[-3]
+    bounds = _bounds(projected(q[:, None], selector.basis), cache, selector)
+    of_heads = jnp.broadcast_to(lengths[:, None, None], bounds.shape[:-1])
+    size = cache.k.shape[-2] // each
+    blocks, _ = selected_blocks(bounds, of_heads, size, count)
+    older = (blocks > 0) & (blocks < (jnp.maximum(of_heads, 1)[..., None] - 1) // size)
+    columns = jnp.arange(pages.shape[1], dtype=jnp.int32)
+    counts = jnp.sum((blocks[..., None] // each == columns) & older[..., None], axis=(1, 2, 3), dtype=jnp.int32)
+    absent = jnp.sum(jnp.where(pages < 0, counts, 0), axis=1, keepdims=True)
+    return jnp.concatenate([counts, absent], axis=1)
+
+
+def _bounds(q: jax.Array, cache: KvCache, selector: Selector) -> jax.Array:
+    """The bounds [B, C, K, m] of queries [B, C, K, G, h], or of directions, for all blocks of their rows."""
+    places = _table(cache) if selector.places is None else selector.places
+    of_row = selector.summaries.at[places if cache.layer is None else (cache.layer, places)].get(mode="clip")
+    return upper_bounds(q, of_row.reshape(q.shape[0], -1, *of_row.shape[3:]))
 
 
 def _by_block(cache: KvCache, size: int) -> KvCache:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,14 @@ import pytest
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells
 from inferlib.ops import selected_pages
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.selected_pages import PageSelection, Selector, selected_attention, selects, write_summaries
+from inferlib.ops.selected_pages import (
+    PageSelection,
+    Selector,
+    selected_attention,
+    selects,
+    wanted_pages,
+    write_summaries,
+)
 
 PAGE, COLUMNS, HEADS, GROUP, WIDTH, BLOCK = 32, 5, 2, 2, 16, 16
 COUNT, SCALE = 4, 0.3  # 10 blocks of a row, of which four are read
@@ -77,11 +86,13 @@ def inputs(kind: str, queries: int = 1, directions: int = WIDTH, lengths: list[i
     return Inputs(lengths, q, (k, v), cache, jnp.asarray(summaries), new, bases)
 
 
-def blocks_by_the_paper(q: np.ndarray, keys: np.ndarray, length: int) -> list[int]:
+def blocks_by_the_paper(
+    q: np.ndarray, keys: np.ndarray, length: int, there: Callable[[int], bool] = lambda block: True
+) -> list[int]:
     """The blocks that queries [G, h] of one head read of keys [P, h], as they are or in the directions of a basis: the
-    first, the newest, and those whose largest possible product with a query is the highest."""
+    first, the newest, and those that are there whose largest possible product with a query is the highest."""
     newest, bounds = (length - 1) // BLOCK, {}
-    for block in range(1, newest):
+    for block in filter(there, range(1, newest)):
         cells = keys[block * BLOCK : (block + 1) * BLOCK]
         products = np.maximum(q * cells.min(0), q * cells.max(0)).sum(axis=-1, dtype=np.float64)
         bounds[block] = products.max()
@@ -89,13 +100,15 @@ def blocks_by_the_paper(q: np.ndarray, keys: np.ndarray, length: int) -> list[in
     return sorted({0, newest, *best})
 
 
-def by_the_paper(it: Inputs, row: int, head: int, query: int, sinks: np.ndarray | None) -> np.ndarray:
-    """The output [G, h] of one query of a row."""
+def by_the_paper(
+    it: Inputs, row: int, head: int, query: int, sinks: np.ndarray | None, there: Any = lambda block: True
+) -> np.ndarray:
+    """The output [G, h] of one query of a row, of those blocks that are there."""
     length = it.lengths[row] - it.q.shape[1] + query + 1
     if length <= 0:
         return np.zeros((GROUP, WIDTH))
     q, (k, v) = it.q[row, query, head], (x[row, head].astype(np.float64) for x in it.rows)
-    blocks = blocks_by_the_paper(q @ it.bases[head], k @ it.bases[head], length)
+    blocks = blocks_by_the_paper(q @ it.bases[head], k @ it.bases[head], length, there)
     positions = [p for block in blocks for p in range(block * BLOCK, (block + 1) * BLOCK)]
     positions = [p for p in positions if p < length]
     logits = SCALE * q @ k[positions].T
@@ -132,6 +145,41 @@ def test_reads_what_the_paper_reads(kind, queries, backend, directions):
         for row, length in enumerate(it.lengths):
             cells = np.concatenate([new[page] for page in np.clip(it.cache.pages[row], 0, new.shape[0] - 1)], axis=1)
             np.testing.assert_array_equal(cells[:, :length], x[row, :, :length])
+
+
+@pytest.mark.parametrize(
+    ("kind", "directions", "backend"),
+    [("normal", WIDTH, "xla"), ("ties", WIDTH, "xla"), ("outliers", 4, "xla"), ("normal", WIDTH, "pallas_gpu")],
+)
+def test_pages_that_are_not_there(kind, directions, backend):
+    """The best of the others are read, whatever is in their place, and they are counted as wanted."""
+    it, rng = inputs(kind, directions=directions), np.random.default_rng(2)
+    table, (k, v) = np.array(it.cache.pages), (np.array(x) for x in it.cache.arrays)
+    newest = (np.maximum(it.lengths, 1) - 1) // PAGE
+    absent = (rng.random(table.shape) < 0.5) & (np.arange(COLUMNS) > 0) & (np.arange(COLUMNS) < newest[:, None])
+    absent[-1, 1:-1] = True  # fewer blocks than are read
+    k[table[absent]] = v[table[absent]] = np.nan
+    cache = replace(it.cache.with_arrays([jnp.asarray(k), jnp.asarray(v)]), pages=jnp.where(absent, -1, table))
+    selector, lengths = replace(it.selector, places=jnp.asarray(table)), jnp.asarray(it.lengths, jnp.int32)
+
+    @jax.jit
+    def both(q, cache, selector):
+        how: Any = dict(options=AttentionOptions(SCALE), new=it.new, backend=backend)
+        out = selected_attention(q, cache, selector, lengths, **how)[0]
+        return out, wanted_pages(q, cache, selector, lengths)
+
+    out, wanted = map(np.asarray, both(jnp.asarray(it.q[:, 0]), cache, selector))
+    for row, length in enumerate(it.lengths):
+        counts = np.zeros(COLUMNS, int)
+        there = [not absent[row, block * BLOCK // PAGE] for block in range(COLUMNS * PAGE // BLOCK)].__getitem__
+        for head in range(HEADS):
+            expected = by_the_paper(it, row, head, 0, None, there)
+            np.testing.assert_allclose(out[row, head], expected, rtol=2e-5, atol=2e-5, err_msg=f"{row} {head}")
+            of_head = it.q[row, 0, head] @ it.bases[head], it.rows[0][row, head].astype(np.float64) @ it.bases[head]
+            for block in blocks_by_the_paper(*of_head, length) if length else ():
+                counts[block * BLOCK // PAGE] += block not in (0, (length - 1) // BLOCK)
+        assert wanted[row].tolist() == [*counts, counts[absent[row]].sum()]
+    assert wanted[:, -1].sum() > 5
 
 
 def test_rows_within_what_is_read_attend_in_full():
@@ -204,7 +252,7 @@ def test_summaries_in_the_directions_of_bases():
 
 def test_options():
     assert PageSelection.read(None) is None
-    for text in ("quest:64", "quest:64:16", "loki:64"):
+    for text in ("quest:64", "quest:64:16", "loki:64", "quest:64:resident=96", "loki:64:16:resident=9"):
         assert str(PageSelection.read(text)) == text
         assert PageSelection.read(PageSelection.read(text)) == PageSelection.read(text)
     wrong = {
@@ -217,11 +265,15 @@ def test_options():
             64,
             True,
             "quest:1:2:3",
+            "quest:2:resident",
+            "quest:2:resident=-1",
+            "quest:resident=4",
             ["quest:2"],
         ],
         "has the methods quest, loki": ["sparq:64"],
-        "2 pages or more": ["quest:1", "quest:0:16"],
+        "reads 2 pages or more": ["quest:1", "quest:0:16"],
         "a power of two": ["quest:4:24", "quest:4:0"],
+        "2 resident pages or more": ["quest:4:resident=1", "quest:4:16:resident=0"],
     }
     for message, values in wrong.items():
         for value in values:
