@@ -243,9 +243,26 @@ class EngineConfig:
             "has bases of keys as they are, and kv_cache_dtype int4 rotates them: take int8 or fp8, or quest": (
                 selection.by_bases and self.kv_cache_dtype in PACKED_CACHES
             ),
+            **(self._reasons_against_resident(selection) if selection.resident is not None else {}),
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
+
+    def _reasons_against_resident(self, selection: PageSelection) -> dict[str, bool]:
+        """What speaks against pages of rows that decode in the host's memory."""
+        # The first page, those that dispatches in flight write or get ahead, and those that one query selects.
+        ahead = (self.in_flight + 1) * self.decode_steps + self.page_size // 2
+        selected = -(-selection.count * (selection.size or self.page_size) // self.page_size)
+        least = max(2 + -(-ahead // self.page_size), selected)
+        return {
+            "moves the pages of one device: leave parallel out": self.shards.mesh is not None,
+            "asks for pages by one query of a row: leave speculation out": self.speculation is not None,
+            "has the host's memory for pages of rows, not of the prefix cache: leave host_cache and disk_cache out": (
+                self.has_tiers
+            ),
+            f"selects pages, and writes some ahead, of which the device has to keep {least}: take resident={least} or "
+            "more": selection.resident is not None and selection.resident < least,
+        }
 
     def _check_sparse(self) -> None:
         if (sparse := self.block_lists) is None:
@@ -332,6 +349,11 @@ class EngineConfig:
         """Tokens of a segment of a prompt, of which later layers see some: those of the widest chunk. Narrower chunks
         have what is left of a prompt."""
         return max(width for _, width in self.prefill_shapes())
+
+    @property
+    def resident(self) -> int | None:
+        """The most pages that a row which decodes keeps on the device; None: all."""
+        return None if self.attention_pages is None else self.attention_pages.resident
 
     @property
     def compacted(self) -> CachePolicy | None:
@@ -584,7 +606,8 @@ class EngineOptions:
         results: "quest:64" reads 64 pages of each row and KV head, the first and the newest among them, "quest:64:16"
         as many blocks of 16 positions; "loki:64" likewise, by bases of keys from beside the model, see
         `measure_key_bases`. All cells stay. Prompts, and layers with a window, latents or a state, are
-        computed in full. By default all pages are read.
+        computed in full. With ":resident=96" behind either, a row that decodes keeps 96 pages on the device and the
+        others in the host's memory, see `inferlib.engine.host_pages`. By default all pages are read.
     sparse_prefill: prompts attend only to the blocks of 128 positions that an estimate lists, which changes results:
         "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
         most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "sample:0.9" estimates by

@@ -259,7 +259,7 @@ class LLM:
         for i, prompt in enumerate(_listed(prompts)):
             try:
                 _, tokens, scope = self._read(prompt, adapter)
-                if error := sequence_error(tokens, params.max_tokens, self.model_config.vocab, self.config.max_len):
+                if error := sequence_error(tokens, params.max_tokens, *self._sizes):
                     raise ValueError(error)
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
@@ -673,8 +673,8 @@ class LLM:
         scope: _Scope = _Scope(),  # noqa: B008
     ) -> Request:
         """scored: what to return of the prompt in place of generating."""
-        vocab, max_len = self.model_config.vocab, self.config.max_len
-        if error := sequence_error(tokens, 0 if scored else params.max_tokens, vocab, max_len):
+        vocab, max_len, _ = sizes = self._sizes
+        if error := sequence_error(tokens, 0 if scored else params.max_tokens, *sizes):
             raise ValueError(error)
         encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
         params = token_table.with_token_ids(params, encode)
@@ -713,6 +713,12 @@ class LLM:
             self.engine.programs.require(s.mode)
         texts = [OutputText(s, self.tokenizer) for s in sequences]
         return Request(number, prompt, tokens, params, sequences, texts)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int | None]:
+        """The vocabulary, `max_len`, and if rows have pages elsewhere too, how many tokens those on the device hold."""
+        on_device = None if self.config.resident is None else self.engine.plan.tokens
+        return self.model_config.vocab, self.config.max_len, on_device
 
     def _eos_ids(self) -> tuple[int, ...]:
         if self.tokenizer is not None:

@@ -96,6 +96,7 @@ class BlockState:
     level: ClassVar[int] = 0
     massed: ClassVar[bool] = False
     queries: ClassVar[tuple[int, ...] | None] = None
+    summarised: ClassVar[tuple[int, int] | None] = None
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
@@ -124,9 +125,10 @@ class BlockCache:
     that each cell got beside the cells (see `inferlib.ops.attention_mass`). queries: the shape [R, K, W, G * h], or [L,
     R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
     block: positions of the blocks of which there are summaries beside the cells (see `inferlib.ops.selected_pages`);
-    None: there are none. directions: how many directions of keys these are of (see `inferlib.models.key_bases`); 0: of
-    keys as they are. calibrated: packed cells are of keys that a calibration has turned. level: which of the plan's
-    `bounds` is of its layers, whose pages are those of this level.
+    None: there are none. summarised: rows, and pages of each, if rows have the summaries, as their pages may be in the
+    host's memory; None: pages have them. directions: how many directions of keys these are of (see
+    `inferlib.models.key_bases`); 0: of keys as they are. calibrated: packed cells are of keys that a calibration has
+    turned. level: which of the plan's `bounds` is of its layers, whose pages are those of this level.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -141,6 +143,7 @@ class BlockCache:
     directions: int = 0
     calibrated: bool = False
     level: int = 0
+    summarised: tuple[int, int] | None = None
 
     @property
     def paged(self) -> bool:
@@ -172,7 +175,8 @@ class BlockCache:
     def of_rows(self) -> tuple[bool, ...]:
         """For each of `owned`: True if it has an entry per row in place of pages."""
         owned = len(self.owned)
-        return tuple(self.ring or i >= owned - len(self._queries) for i in range(owned))
+        last = len(self._queries) + (len(self.summaries) if self.summarised else 0)
+        return tuple(self.ring or i >= owned - last for i in range(owned))
 
     @property
     def packed(self) -> bool:
@@ -196,8 +200,11 @@ class BlockCache:
         *lead, heads, slots, size = self.shapes[0]
         *names, of_heads, positions, _ = self.axes
         dtype = _SCALES if self.scaled or self.packed else self.dtype
-        shape = (*lead, slots // self.block, heads, 2 * (self.directions or size))
-        return (CacheArray(shape, (*names, positions, of_heads, None), dtype, self.block),)
+        shape = slots // self.block, heads, 2 * (self.directions or size)
+        if self.summarised is None:
+            return (CacheArray((*lead, *shape), (*names, positions, of_heads, None), dtype, self.block),)
+        lead, fold = (*lead[:-1], *self.summarised), self.block * self.summarised[1]
+        return (CacheArray((*lead, *shape), (*names, None, positions, of_heads, None), dtype, fold),)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -322,7 +329,7 @@ class CachePlan:
 
         There are as many as `pool` asks for; see `_SNAPSHOTS` for the default.
         """
-        if not any(self.of_rows) or self.bounds:
+        if not any(self.of_rows) or self.bounds or self.pages_leave:
             return self
         rows, count = self.rows // shards.replicas, pool.snapshots
         if count is None:
@@ -339,6 +346,11 @@ class CachePlan:
         return tuple(x.of(self.snapshots) for x in self.part(self.arrays, of_rows=True) if self.snapshots)
 
     @property
+    def pages_leave(self) -> bool:
+        """True if pages of rows may be in the host's memory, and their summaries are the rows'."""
+        return any(block.summarised is not None for block in self.every_block)
+
+    @property
     def exact_snapshots(self) -> bool:
         """True if a snapshot serves those alone that go on where it was saved: a state does not go back, as a ring does
         (see `Snapshots`)."""
@@ -352,6 +364,8 @@ class CachePlan:
             return f"cache_policy {str(config.compacted)!r} moves the cells of each row, which no other row can take"
         if config.propagation is not None:
             return f"sparse_prefill {str(config.propagation)!r} packs the cells of later layers, each row for itself"
+        if config.resident is not None:
+            return f"attention_pages {str(config.attention_pages)!r} brings pages of each row and sends others away"
         if not any(self.of_rows) or self.snapshots:
             return None
         what = "recurrent layers have a state" if self.exact_snapshots else "layers with a window or chunks have a ring"
@@ -429,21 +443,30 @@ def plan_cache(
     if pool.bounds and levels != set(range(len(pool.bounds))):
         raise ValueError(f"the model's layers are in the levels {levels}, and the cache has {len(pool.bounds)}")
     plan = plan.with_snapshots(pool, shards)
-    return _with_pages(plan, shards, pool.memory)
+    return _with_pages(plan, shards, pool)
 
 
-def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
-    """A plan of one page, with as many pages as fit a device's memory, and no more than all rows can use."""
-    pages = most = plan.rows // shards.replicas * plan.columns
+def _with_pages(plan: CachePlan, shards: Shards, pool: PoolSize) -> CachePlan:
+    """A plan of one page, with as many pages as fit a device's memory, and no more than all rows can use.
+
+    Where rows that decode keep some pages on the device, that holds these of one row at least; and by default those of
+    all rows, and a prompt of `max_len`.
+    """
+    memory, rows, least = pool.memory, plan.rows // shards.replicas, plan.columns
+    pages = most = rows * plan.columns
+    if pool.selection is not None and pool.selection.resident is not None:
+        least = min(plan.columns, pool.selection.resident)
+        pages = (rows - 1) * least + plan.columns
     of_page, of_rows = plan.bytes_of(shards)
     if memory is not None and of_page:
         pages = min(most, max(memory - of_rows, 0) // of_page)
-    if pages < plan.columns or (memory is not None and of_rows > memory):
-        need = of_rows + plan.columns * of_page
+    if pages < least or (memory is not None and of_rows > memory):
+        need = of_rows + least * of_page
+        part = "" if least == plan.columns else f"{least} resident pages of "
         raise ConfigurationError(
-            f"cache_memory of {memory} bytes on a device cannot hold one sequence of max_len {plan.max_len}, which "
-            f"takes {need} with what {plan.rows} rows{_and_snapshots(plan)} keep in any case: raise it to that, lower "
-            f"max_len to {max(pages * plan.page, 0)} or less, or lower max_batch"
+            f"cache_memory of {memory} bytes on a device cannot hold {part}one sequence of max_len {plan.max_len}, "
+            f"which takes {need} with what {plan.rows} rows{_and_snapshots(plan)} keep in any case: raise it to that, "
+            f"lower max_len to {max(pages * plan.page, 0)} or less, or lower max_batch"
         )
     return _paged(replace(plan, pages=pages * shards.replicas), shards.replicas)
 
@@ -530,11 +553,30 @@ class _Kind:
             latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
             count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
             block = None if latent or spec.reach is not None else self.summarised(page)
+            of_rows = None if ring else self.summarised_rows(spec, block, (rows, -(-max_len // page)))
             shapes = tuple((*stack, count, *x) for x in shapes)
             beside = self.massed, self.queries_of(spec, (*stack, rows)), self.directions_of(spec), self.calibrated
             level = spec.cache_level if isinstance(spec, AttentionSpec) else 0
-            blocks.append(BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside, level))
+            parts = BlockCache(shapes, ring, dtype, self.scaled, latent, shared, block, *beside, level)
+            blocks.append(replace(parts, summarised=of_rows))
         return tuple(blocks)
+
+    def summarised_rows(
+        self, spec: AttentionSpec | MlaSpec, block: int | None, sizes: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """`BlockCache.summarised` of rows and pages of each, which are `sizes`. Raises ConfigurationError for layers
+        that read all pages of a row, and for those that could not say which."""
+        if self.selection is None or self.selection.resident is None:
+            return None
+        why = "latent attention and windows of nearly max_len read them all" if block is None else None
+        if spec.cache_of is not None:
+            why = "layers that read the cache of another layer do not tell which ones they want"
+        if why:
+            raise ConfigurationError(
+                f"attention_pages {str(self.selection)!r} keeps some pages of a row on the device, and {why}: leave "
+                "resident out"
+            )
+        return sizes
 
     def queries_of(self, spec: AttentionSpec | MlaSpec, lead: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the newest queries of rows; None if there are none. Raises ConfigurationError where devices do

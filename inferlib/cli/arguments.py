@@ -103,7 +103,8 @@ AttentionPages = Annotated[
     str | None,
     typer.Option(
         help="Decode steps read only the pages of a row that may matter most: quest:64 reads 64 pages, quest:64:16 as "
-        "many blocks of 16 positions; loki too, see inferlib key-bases. It changes results; by default all are read."
+        "many blocks of 16 positions; loki too, see inferlib key-bases. quest:64:resident=96 keeps 96 pages of a row "
+        "that decodes on the device, the others in the host's memory. It changes results; by default all are read."
     ),
 ]
 CachePolicy = Annotated[

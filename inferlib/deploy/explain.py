@@ -366,7 +366,7 @@ def _cache_bytes(model: AbstractModel, plan: CachePlan) -> dict[str, int]:
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
     pairs = zip(plan.arrays, plan.of_rows, strict=True)
-    snapshot = 0 if plan.bounds else sum(array.nbytes() for array, of_row in pairs if of_row)
+    snapshot = 0 if plan.bounds or plan.pages_leave else sum(array.nbytes() for array, of_row in pairs if of_row)
     sizes = {"per_token": tokens, "beyond_windows": beyond, "states": states, "snapshot": snapshot}
     return sizes | {"per_sequence": plan.nbytes}
 

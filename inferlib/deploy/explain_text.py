@@ -15,6 +15,7 @@ from inferlib.models.cache_levels import budgets_text
 from inferlib.models.config import LaneSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.models.recurrent import Recurrent, keeps_state
 from inferlib.models.segments import Segment
+from inferlib.ops.selected_pages import PageSelection
 
 
 def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Segment]) -> Table:
@@ -51,14 +52,17 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         count, rank = facts["adapters"]["count"], facts["adapters"]["rank"]
         table.add_row("adapters", f"{count} of rank {rank} beside the weights: {', '.join(sizes)}")
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
-    policy = facts["cache_policy"]
+    policy, selection = facts["cache_policy"], PageSelection.read(facts["attention_pages"])
+    resident = None if selection is None else selection.resident
     shared = f"share pages{' and snapshots of the rest' if snapshots else ''}"
-    table.add_row("prompts that begin alike", shared if policy is None else "share nothing")
+    table.add_row("prompts that begin alike", shared if policy is None and resident is None else "share nothing")
     if policy is not None:
         budgets = budgets_text(facts["layer_budgets"])
         table.add_row("positions in the cache", f"{budgets or 'a budget'} for each row, by {policy}")
     if facts["attention_pages"]:
         table.add_row("decode steps read", f"pages by {facts['attention_pages']}, whose summaries are in the cache")
+    if resident is not None:
+        table.add_row("pages on the device", f"{resident} of a row that decodes, the others in the host's memory")
     if facts["rotation"]:
         table.add_row("rotated while it runs", f"inputs of down projections, {facts['rotation']} at a time")
     if facts["rank"]:

@@ -21,6 +21,7 @@ from inferlib.engine.calls import CALL, SLEEP, TIMES, WAKE, WARMUP, Call, modes_
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
+from inferlib.engine.host_pages import HostPages, check_host_pages
 from inferlib.engine.host_weights import HostArray, to_host
 from inferlib.engine.masks import masks_of
 from inferlib.engine.page_source import PageSource
@@ -61,6 +62,9 @@ class EngineStats:
         devices that prefill. host_pages, host_bytes, disk_pages, disk_bytes: what the tiers have now.
         host_evicted_pages, disk_evicted_pages: pages that made room in a tier. dropped_pages: evicted pages that no
         tier has, as the disk did not keep up.
+    sent_pages, brought_pages: pages of rows that decode, which went to the host's memory and came back. wanted_reads:
+        how often steps would have read a page (of each layer and KV head) if all were there, but for the first and the
+        newest; absent_reads: how often such a page was in the host's memory.
     saved_snapshots, evicted_snapshots: snapshots that were saved, and that made room (see `Snapshots`).
     drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: the part of them
         that stood; each saved a step of its row.
@@ -91,6 +95,10 @@ class EngineStats:
     disk_evicted_pages: int = 0
     dropped_pages: int = 0
     handed_tokens: int = 0
+    sent_pages: int = 0
+    brought_pages: int = 0
+    wanted_reads: int = 0
+    absent_reads: int = 0
     saved_snapshots: int = 0
     evicted_snapshots: int = 0
     drafts: int = 0
@@ -135,8 +143,11 @@ class Engine:
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         check_tiers(self.plan, config)
+        check_host_pages(self.plan, config)
         if source is None and config.has_tiers:
             source = Tiers(self.programs.models, weights, self.plan, config)
+        elif source is None and config.resident is not None:
+            source = HostPages(self.plan, config)
         self.source = source
         self.stats, self.clock = EngineStats(), Clock()
         cascade = Cascade.of(config, self.plan, model.config.depth)
@@ -610,6 +621,8 @@ class Engine:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
             if taken != key.steps or key.drafts:
                 self.scheduler.settle(s, key, taken)
+            if output.wanted is not None and s.status is Status.DECODE and isinstance(self.source, HostPages):
+                self.source.learn_wanted(s, output.wanted[column])
         if output.tally is not None:
             self._learn(dispatch, output, seconds)
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
@@ -656,10 +669,13 @@ def _layouts(weights: Iterable[Any]) -> list[Layout]:
     return [weight.format.layout for weight in weights]
 
 
-def sequence_error(prompt: list[int], max_tokens: int | None, vocab: int, max_len: int) -> str | None:
-    """Why this prompt cannot be run, or None: empty, ids out of range, or too long for `max_len`.
+def sequence_error(
+    prompt: list[int], max_tokens: int | None, vocab: int, max_len: int, pages: int | None = None
+) -> str | None:
+    """Why this prompt cannot be run, or None: empty, ids out of range, or too long for `max_len` or for the device.
 
-    max_tokens: None means as many as fit, at least one.
+    max_tokens: None means as many as fit, at least one. pages: how many tokens the cache on the device holds, in which
+    a prompt is prefilled.
     """
     if not prompt:
         return "the prompt is empty: give at least one token"
@@ -671,5 +687,10 @@ def sequence_error(prompt: list[int], max_tokens: int | None, vocab: int, max_le
         return (
             f"a prompt of {len(prompt)} tokens plus max_tokens {wanted} exceeds max_len {max_len}: "
             "shorten the prompt, lower max_tokens, or build LLM with a larger max_len"
+        )
+    if pages is not None and len(prompt) > pages:
+        return (
+            f"a prompt of {len(prompt)} tokens is prefilled with all its pages on the device, which hold {pages} "
+            "tokens: shorten the prompt, or raise cache_memory"
         )
     return None

@@ -160,10 +160,9 @@ class ReplicaPages:
                 saves = self._saved(s, Snapshot(s.written, s.written), s.written, tokens)
             self._forget_expected(s)
             tree.release(path)
-        self.pool.give_back(
-            page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page
-        )
-        s.nodes, s.pages, s.encoded = [], [], b""
+        apart = (page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page)
+        self.pool.give_back(page for page in apart if page >= 0)
+        s.nodes, s.pages, s.encoded, s.hosted, s.wanted = [], [], b"", {}, None
         if self.levels is not None:
             self.levels.give_back(s)
         return saves

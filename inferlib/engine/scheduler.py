@@ -22,6 +22,7 @@ from inferlib.engine.adapters import AdapterPool
 from inferlib.engine.bounded import BoundedCache
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.forced import draft_rows, forced_tokens
+from inferlib.engine.host_pages import HostPages
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.level_pages import LevelPages
 from inferlib.engine.page_source import PageSource
@@ -142,6 +143,10 @@ class Scheduler:
                 if (columns := plan.level_columns)[1:]:
                     counts = [plan.pages_of(level, replicas) // replicas for level in range(1, len(columns))]
                     pages.levels = LevelPages(tuple(counts), columns, plan.page, self.bounded)
+        self.host_pages = source if isinstance(source, HostPages) else None
+        if self.host_pages is not None:
+            for pages in self.pages:
+                pages.cells = self.host_pages.cells
         if source is not None:
             for replica, pages in enumerate(self.pages):
                 pages.evicting = partial(source.evict, replica * pages.pool.count)
@@ -152,7 +157,7 @@ class Scheduler:
         self._last: Dispatch | None = None
         self._repeats = 0  # how often the last dispatch may be repeated, unless a call changes what runs
         self.itl = ItlBound(config)
-        self._postponed = False  # rows are to be moved, but not before the last dispatch
+        self._postponed = self._waiting_moves = False  # rows are to be moved, but not before the last dispatch
 
     def add(self, sequence: Sequence) -> None:
         self._repeats = 0
@@ -234,6 +239,7 @@ class Scheduler:
                 s.least += steps
             self._sent += 1
             return self._last
+        self._exchange_pages()
         self._admit()
         self._compact_caches()
         dispatch = self._planned(steps)
@@ -312,7 +318,7 @@ class Scheduler:
                 number += 1
                 continue
             while (place := self._place_for(sequence)) is None:
-                last = max(self.running.values(), key=_order, default=None)
+                last = max(filter(self._can_return, self.running.values()), key=_order, default=None)
                 if last is None or last.priority <= sequence.priority:
                     return
                 self._preempt(last)
@@ -389,8 +395,28 @@ class Scheduler:
                 if s.status is Status.DECODE:
                     self._pages_of(s).keep(s, self._pages(s.most_length))
 
+    def _exchange_pages(self) -> None:
+        """Bring pages that rows want from the host's memory and send others there, before others take room."""
+        if self.host_pages is None:
+            return
+        for s in self.running.values():
+            if not (s.may_be_active and s.unfinished):
+                continue
+            more = max(self._pages(s.length_after(self.config.decode_steps)) - len(s.pages), 0)
+            if self._waiting_moves and not more:  # which are made before a dispatch that changes nothing else
+                continue
+            changed = self.host_pages.exchange(s, more, self._pages_of(s))
+            self.changes.grants += [Grant(s.row, column, page) for column, page in changed]
+            self._grant(s, len(s.pages) + more)
+
+    def _can_return(self, s: Sequence) -> bool:
+        """Whether a sequence could be prefilled again, which takes pages for all its tokens."""
+        return self.host_pages is None or self._pages(s.max_length + 1) <= self._pages_of(s).pool.count
+
     def _growing(self) -> Counter[int]:
         """For each replica, how many sequences may need more pages than they have."""
+        if self.host_pages is not None:
+            return Counter()  # they have as many as they ever need
         rows = self.config.rows
         return Counter(s.row // rows for s in self.running.values() if self._pages(s.most_length) > len(s.pages))
 
@@ -452,7 +478,7 @@ class Scheduler:
 
     def _compact(self) -> None:
         """Move the sequences that decode to low rows, if a smaller program then serves them."""
-        rows, buckets = self.config.rows, self.config.row_buckets
+        rows, buckets, self._waiting_moves = self.config.rows, self.config.row_buckets, False
         unfinished = [s for s in self.running.values() if s.may_be_active and s.unfinished]
         if not unfinished or len(buckets) == 1:
             return
@@ -465,7 +491,8 @@ class Scheduler:
         if any(count > len(free[replica]) for replica, count in needed.items()):
             return  # low rows are about to end
         if self.cancelled or self.changes:
-            self._postponed = True  # the next dispatch stops rows, or has pages for them, by their numbers
+            # The next dispatch stops rows, or has pages for them, by their numbers.
+            self._postponed = self._waiting_moves = True
             return
         for s in high:
             replica = s.row // rows
@@ -582,8 +609,8 @@ class Scheduler:
         self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))
         if self.bounded is not None:
             self._repeats = min(self._repeats, *(self.bounded.room(s) // steps for s in unfinished))
-        # A row that was taken just now may be one to move to. What pays changes with each result.
-        if self._postponed or self.cancelled or self.profit is not None:
+        # A row that was taken just now may be one to move to. What pays changes with each result, as do pages.
+        if self._postponed or self.cancelled or self.profit is not None or self.host_pages is not None:
             self._postponed, self._repeats = False, 0
         return self._last
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 
+from inferlib.cache.host_tier import Page
 from inferlib.cache.prefix_tree import Node
 from inferlib.cache.snapshots import Snapshot
 from inferlib.engine.adapters import LoadedAdapter
@@ -52,6 +54,9 @@ class Sequence:
     salt: it takes cached pages only of sequences with the same salt, adapter and depth.
     row: its row while it runs, else -1. pages: its pages in its row's replica, in the order of positions. level_pages:
     those of each level above 0 of a bounded cache, see `inferlib.engine.level_pages`.
+    hosted: copies in the host's memory of pages that left the device, by their columns; such a page is -1 in `pages`.
+    wanted: how often its queries would have read each page lately; None: that is not known. See
+    `inferlib.engine.host_pages`.
     nodes: the nodes of the tree of pages for the first of its pages. encoded: its context as the tree takes it.
     waits_for: a page or a snapshot that it can read once another sequence has written it, or what is fetched for it or
     for another sequence.
@@ -95,6 +100,8 @@ class Sequence:
     row: int = -1
     pages: list[int] = field(default_factory=list)
     level_pages: list[list[int]] = field(default_factory=list)
+    hosted: dict[int, Future[Page]] = field(default_factory=dict)
+    wanted: np.ndarray | None = None
     nodes: list[Node] = field(default_factory=list)
     encoded: bytes = b""
     fetch: Fetch | None = None

@@ -121,7 +121,9 @@ class StepOutput(NamedTuple):
     program. core [1, 1, 4] int32: of models whose tokens may leave a loop, `depth.Taken.counts` likewise. depths
     [K, B], chunk_depths [P]: of these, how many steps of the core were taken to choose the tokens and chunk_tokens of
     the same places. tally [B] each: of decode steps with speculation, see `Tally`. inputs: of a step whose drafts that
-    program verifies, what recurrent layers have yet to run, see `inferlib.programs.unsettled`."""
+    program verifies, what recurrent layers have yet to run, see `inferlib.programs.unsettled`. wanted [B, M + 1]: if
+    pages of rows may be in the host's memory, how often the rows' queries would have read each of their pages, summed
+    over steps and layers; behind that, how often pages that were not on the device."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -135,8 +137,9 @@ class StepOutput(NamedTuple):
     core: jax.Array | None = None
     depths: jax.Array | None = None
     chunk_depths: jax.Array | None = None
+    wanted: jax.Array | None = None
 
     def with_forward(self, output: StepOutput) -> StepOutput:
         """This output of a program that chooses tokens, with what the program of the logits returned beside them."""
-        names = ("detail", "load", "core", "depths", "chunk_depths")
+        names = ("detail", "load", "core", "depths", "chunk_depths", "wanted")
         return self._replace(**{name: getattr(output, name) for name in names})

@@ -27,12 +27,14 @@ from inferlib.speculation.settings import Speculation
 
 class Step(NamedTuple):
     """What a decode step yields: tokens [B], or [C, B] with a tally; the load of experts, if that is counted; with
-    speculation what became of drafts; and steps of a loop's core, if tokens may leave it."""
+    speculation what became of drafts; steps of a loop's core, if tokens may leave it; and the pages that rows want, see
+    `StepOutput`."""
 
     sampled: Any
     load: jax.Array | None
     tally: Tally | None = None
     core: jax.Array | None = None
+    wanted: jax.Array | None = None
 
 
 Stepped = tuple[Arrays, RowState, Mailboxes | None, Step]  # the cache, the rows, the mailboxes, and what a step yields
@@ -79,7 +81,8 @@ class Decode(StepParts):
             return self.verify(self.program.config.speculation, weights, cache, rows, mailboxes, shared)
         ran, logits = self.forward_pass.row_logits(weights, cache, rows, mailboxes, shared)
         rows, sampled = self.next_tokens.advance_with_room(rows, logits)
-        return ran.cache, rows, ran.mailboxes, Step(sampled._replace(depth=ran.taken), ran.load, core=ran.core)
+        step = Step(sampled._replace(depth=ran.taken), ran.load, core=ran.core, wanted=ran.wanted)
+        return ran.cache, rows, ran.mailboxes, step
 
     def verify(
         self,
@@ -167,4 +170,5 @@ class Decode(StepParts):
         """The output of a program, from what all its steps yield."""
         outs = total.sampled
         scored = outs._replace(depth=None) if self.program.key.mode == "logprobs" else None
-        return StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core, depths=outs.depth)
+        output = StepOutput(outs.token, scored, load=total.load, tally=total.tally, core=total.core)
+        return output._replace(depths=outs.depth, wanted=total.wanted)

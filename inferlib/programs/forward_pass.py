@@ -20,6 +20,7 @@ from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
 from inferlib.models.depth import Depths
+from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.replay import replay
 from inferlib.ops.backend import Backend
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
@@ -50,7 +51,7 @@ def rows_batch(rows: RowState) -> StepBatch:
 class Pass(NamedTuple):
     """A pass of the model. hidden [T, D]; decoder: for its head; load: of experts, if that is counted; features
     [T, N, D]: if a model that drafts reads some. inputs: of each block, what its layers have yet to replay. core: steps
-    of a loop's core, if tokens may leave it; taken [T]: how many of them each token took."""
+    of a loop's core, if tokens may leave it; taken [T]: how many of them each token took. wanted: see `StepOutput`."""
 
     hidden: jax.Array
     decoder: Decoder
@@ -61,6 +62,7 @@ class Pass(NamedTuple):
     inputs: Inputs
     core: jax.Array | None
     taken: jax.Array | None
+    wanted: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,21 @@ class ForwardPass:
         decoder = program.model.merge(weights[: len(program.model.specs)])
         ctx = replace(self.context_of_rows(rows, batch), counted=some, prefixes=prefixes)
         caches, of_drafts = self.split(cache)
+        caches = tuple(self.counting(cache, batch) for cache in caches)
         hidden, caches, mailboxes, load, features, core = decoder(ctx, caches, mailboxes)
-        inputs, caches = tuple(cache.inputs for cache in caches), tuple(replace(cache, inputs=()) for cache in caches)
+        inputs, wanted = tuple(cache.inputs for cache in caches), [x.wanted for x in caches if x.wanted is not None]
+        caches = tuple(replace(cache, inputs=(), wanted=None) for cache in caches)
         cache, load = program.plan.flatten(caches + of_drafts), None if load is None else load[None, None]
         counts, taken = (None, None) if core is None else (core.counts[None, None], core.steps)
-        return Pass(hidden, decoder, cache, mailboxes, load, features, inputs, counts, taken)
+        total = sum(wanted[1:], wanted[0]) if wanted else None
+        return Pass(hidden, decoder, cache, mailboxes, load, features, inputs, counts, taken, total)
+
+    def counting(self, cache: LayerCache, batch: StepBatch) -> LayerCache:
+        """The cache of a block, ready to count the pages that decode rows want, if these may be missing."""
+        rows = batch.decode_lengths.size
+        if not cache.summaries_of_rows or not rows:
+            return cache
+        return replace(cache, wanted=jnp.zeros((rows, self.program.plan.columns + 1), jnp.int32))
 
     def context_of_rows(self, rows: RowState, batch: StepBatch) -> StepContext:
         """A step of the model for a batch of these rows, with the pages of all."""

@@ -52,7 +52,7 @@ class Prefill(StepParts):
         ran, logits = self.forward_pass.row_logits(weights, cache, rows, self.forward_pass.mailboxes())
         cache, state = self.drafting.follow(weights, ran, state, rows_batch(rows), None)
         output = output._replace(load=ran.load, core=ran.core, depths=self.forward_pass.depths_of_rows(ran))
-        return cache, state, output._replace(logits=Logits(None, logits))
+        return cache, state, output._replace(logits=Logits(None, logits), wanted=ran.wanted)
 
     def forward_chunks(
         self, weights: Arrays, cache: Arrays, state: RowState, rows: RowState, chunk: ChunkInput
@@ -80,7 +80,7 @@ class Prefill(StepParts):
         logits = self.forward_pass.logits(ran.decoder, jnp.concatenate([ends, ran.hidden[tokens.size :]]))
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
         depths = self.forward_pass.depths(ran, tokens.shape, table.length)
-        output = output._replace(load=ran.load, core=ran.core, logits=parts, **depths)
+        output = output._replace(load=ran.load, core=ran.core, logits=parts, wanted=ran.wanted, **depths)
         return cache, state, output._replace(detail=self.detail(ran, chunk, table, stripe))
 
     def detail(self, ran: Pass, chunk: ChunkInput, table: ChunkTable, stripe: Stripe) -> Sampled | jax.Array | None:

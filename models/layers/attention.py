@@ -379,8 +379,13 @@ class GroupedStep:
         summaries, count = cache.summaries, self.ctx.selected
         if summaries is None or count is None or cells.columns is None:
             return None
-        selects = selected_pages.selects(cells.columns, summaries, count)
-        return Selector(summaries, count, cache.basis) if selects else None
+        if not selected_pages.selects(cells.columns, summaries, count):
+            return None
+        places = None
+        if cache.summaries_of_rows and cells.pages is not None:
+            rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in cells.pages.shape)
+            places = cache.summary_places(rows[:, None], columns)
+        return Selector(cache.flat_summaries, count, cache.basis, places)
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
         cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
@@ -426,6 +431,8 @@ class GroupedStep:
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
         options, how = self.row_options, {"new": writes, "backend": backend}
         if (selection := self.selection(cache, cells)) is not None:
+            if cache.wanted is not None:
+                cache = cache.with_wanted(selected_pages.wanted_pages(queries, cells, selection, lengths))
             attended = selected_pages.selected_attention(queries, cells, selection, lengths, options, **how)
         elif ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
             attended = cascade_attention.cascade_attention(queries, cells, lengths, options, ctx.prefixes, **how)

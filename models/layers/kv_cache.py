@@ -65,7 +65,9 @@ class LayerCache:
     A layer that shares another layer's cache gets the arrays of that layer.
 
     summaries [N, n, K, 2 * h] or [L, N, n, K, 2 * h]: of the n blocks of each page, if decode steps select what they
-    read (see `inferlib.ops.selected_pages`).
+    read (see `inferlib.ops.selected_pages`). Where rows' tables may lack pages they are of rows, [R, M, n, K, 2 * h] or
+    [L, R, M, ...]. wanted [B, M + 1]: then, how often a step's decode rows would have read each page, see
+    `wanted_pages`.
 
     mass [N, K, S] or [L, N, K, S]: the attention that each cell got, if a bounded cache keeps cells by it (see
     `inferlib.ops.attention_mass`).
@@ -89,6 +91,7 @@ class LayerCache:
     ring: bool = field(default=False, metadata={"static": True})
     layer: jax.Array | None = None
     summaries: jax.Array | None = None
+    wanted: jax.Array | None = None
     mass: jax.Array | None = None
     queries: jax.Array | None = None
     inputs: tuple[jax.Array, ...] = ()
@@ -203,8 +206,39 @@ class LayerCache:
         pages = jnp.where((ends >= 0) & (rows < table.shape[0]), pages, none)
         places = jnp.maximum(ends, 0) % self.slots // (self.slots // self.summaries.shape[-3])
         keys = self.arrays[:: len(self.sizes)] if self.scaled else self.arrays[:1]
-        new = write_summaries(self.summaries, keys, pages, places, self.layer, self.basis)
-        return replace(self, summaries=new)
+        summaries, targets = self.flat_summaries, None
+        if self.summaries_of_rows:
+            targets = jnp.where(
+                pages < self.pages, self.summary_places(rows, ends // self.slots), none + summaries.size
+            )
+        new = write_summaries(summaries, keys, pages, places, self.layer, self.basis, targets)
+        return replace(self, summaries=new.reshape(self.summaries.shape))
+
+    @property
+    def summaries_of_rows(self) -> bool:
+        """True if summaries are of rows, and not of pages."""
+        return self.summaries is not None and self.summaries.ndim > self.arrays[0].ndim
+
+    @property
+    def flat_summaries(self) -> jax.Array:
+        """The summaries [N, n, K, 2 * h] or [L, N, ...] of N pages, or of all rows' pages."""
+        assert self.summaries is not None
+        if not self.summaries_of_rows:
+            return self.summaries
+        *lead, rows, columns, _, _, _ = shape = self.summaries.shape
+        return self.summaries.reshape(*lead, rows * columns, *shape[-3:])
+
+    def summary_places(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        """Where the summaries of pages in these rows and columns lie in `flat_summaries`."""
+        assert self.summaries is not None
+        return rows * self.summaries.shape[-4] + columns
+
+    def with_wanted(self, counts: jax.Array) -> LayerCache:
+        """The cache with more of `wanted`, counts [B, m + 1] of the first m pages of rows."""
+        if self.wanted is None:
+            return self
+        m = counts.shape[1] - 1
+        return replace(self, wanted=self.wanted.at[:, :m].add(counts[:, :m]).at[:, -1].add(counts[:, -1]))
 
     def with_mass(
         self,

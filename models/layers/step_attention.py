@@ -117,7 +117,9 @@ def attend(
     elif split:
         parts += [(_flat(out), _flat(lse)) for out, lse in attend_chunks(step, cache, plan)]
     if ctx.batch.decode_tokens.shape[0]:
-        parts.append(step.rows(cache, None)[0] if rows is None else rows)
+        if rows is None:
+            rows, cache = step.rows(cache, None)
+        parts.append(rows)
     if parts:
         out, lse = (_joined(x) for x in zip(*parts, strict=True))
         united.append(_merged(out, lse, ctx.shards, plan.sinks) if ctx.shards.size(axes.POSITIONS) > 1 else out)

@@ -44,7 +44,7 @@ def assert_accounted(engine: Engine) -> None:
         for s in running:
             alone = [column >= len(s.nodes) or s.nodes[column].page != page for column, page in enumerate(s.pages)]
             assert not any(alone[: s.hit // pages.page if pages.snapshots else len(s.nodes)])
-            taken += [page for page, untaken in zip(s.pages, alone, strict=True) if untaken]
+            taken += [page for page, untaken in zip(s.pages, alone, strict=True) if untaken and page >= 0]
         assert sorted([*taken, *(node.page for node in nodes), *pages.pool._free]) == list(range(pages.pool.count))
         for level, pool in enumerate(pages.levels.pools if pages.levels else ()):
             of_level = [page for s in running for page in s.level_pages[level]]

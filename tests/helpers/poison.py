@@ -48,7 +48,8 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
         for row, stop in lengths.items():
             stop += cells_ahead(engine, row, block.level) - cells_skipped(engine, row, stop, layer)
             number, device = np.divmod(np.arange(stop), devices)
-            mask[pages_of(engine, row, block.level)[number // slots], device * slots + number % slots] = True
+            pages = pages_of(engine, row, block.level)[number // slots]
+            mask[pages[pages >= 0], (device * slots + number % slots)[pages >= 0]] = True
         for page, count in cached_pages(engine):
             number, device = np.divmod(np.arange(count), devices)
             mask[page, device * slots + number] = True
@@ -209,6 +210,13 @@ def _of_arrays(engine: Engine, mask: np.ndarray, block: Any) -> list[tuple[np.nd
     """The mask and the logical axes of each array of a block, whose cells have this mask: of queries, those of the
     newest positions of each row."""
     pairs = [(mask, x.axes) for x in block.owned]
+    if block.summarised is not None:  # of rows, whose pages may be elsewhere
+        rows, columns = block.summarised
+        running = [engine.scheduler.running.get(row) for row in range(rows)]
+        stop = np.array([0 if s is None else s.prefilled for s in running])
+        stop = np.where(np.asarray(engine.state.active), np.asarray(engine.state.length), stop)
+        of_rows = np.arange(columns * block.slots) < stop[:, None]
+        pairs[-1] = of_rows.reshape(rows, columns, -1), pairs[-1][1]
     if block.queries is not None and block.owned:
         window = block.queries[-2]
         newest, active = np.zeros((engine.plan.rows, window), bool), np.asarray(engine.state.active)
@@ -226,7 +234,7 @@ def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]])
     for (mask, names), array in zip(valid, arrays, strict=True):
         cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
         if names[-2:] == (axes.KV_HEADS, None):  # summaries of blocks, of all whose cells are valid
-            cells = mask.reshape(len(mask), array.shape[-3], -1).all(axis=-1)[:, :, None, None]
+            cells = mask.reshape(*mask.shape[:-1], array.shape[-3], -1).all(axis=-1)[..., None, None]
         if axes.POSITIONS not in names and names[-3:] != (axes.KV_HEADS, None, None):  # states
             cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
