@@ -143,12 +143,14 @@ def main() -> None:
     parser.add_argument("--policies", default="keydiff:256,knorm:256,streaming:256")
     parser.add_argument("--prefill", default="", help="values of sparse_prefill, such as fastkv:20:0.3")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--page-size", type=int, default=128)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     ways = [Way(pages=name) for name in args.pages.split(",") if name]
     ways += [Way(policy=name) for name in args.policies.split(",") if name]
     ways += [Way(prefill=name) for name in args.prefill.split(",") if name]
-    rows = list(measure(args.model, args.text.read_text(encoding="utf-8"), args.tokens, ways, dtype=args.dtype))
+    options = {"dtype": args.dtype, "page_size": args.page_size}
+    rows = list(measure(args.model, args.text.read_text(encoding="utf-8"), args.tokens, ways, **options))
     if args.json:
         print(json.dumps([row._asdict() for row in rows], indent=1))
         return
