@@ -29,6 +29,7 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 # Finite, so that differences are finite. A maximum starts at LOWEST: weights are 0 even where all logits are masked.
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
+FAR = 1 << 30  # a position behind all others
 # Buffers of blocks: one is in the softmax, one awaits its last product, one has its logits computed, one is copied.
 BUFFERS = 4
 # The most bytes of a tile's queries, of all heads of a KV head, and the most tokens of a tile in units of 128.
@@ -55,7 +56,7 @@ class Blocks:
             raise ValueError(f"tiles of {self.queries} queries in products of {self.rows} are not multiples of {LANES}")
         if self.keys % self.edge or self.edge % LANES:
             raise ValueError(f"blocks of {self.keys} keys do not divide into parts of {self.edge}, a multiple of 128")
-        if self.keys % self.of_list or self.of_list % self.edge:
+        if self.keys % self.of_list or (self.of_list % self.edge and self.edge % self.of_list):
             raise ValueError(f"{self.keys} keys are not listed blocks of {self.of_list} in parts of {self.edge}")
 
     @property
@@ -475,29 +476,44 @@ def _kernel(
         stream.wait(index, buf)
 
         def take_part(i, _):
-            at, start = pl.ds(pl.multiple_of(i * edge, edge), edge), stream.start(index, offset=i * edge)
+            at, starts = pl.ds(pl.multiple_of(i * edge, edge), edge), starts_of(index, i)
             for p in range(parts):
-                seen = start <= stream.last(p)
-                if window is not None:
-                    seen &= start + edge > stream.first(p) - window + 1
-                pl.when(seen)(functools.partial(take_masked, p, buf, at, start))
+                seen = starts[0] <= stream.last(p)
+                if window is not None and len(starts) == 1:
+                    seen &= starts[0] + edge > stream.first(p) - window + 1
+                pl.when(seen)(functools.partial(take_masked, p, buf, at, starts))
 
         lax.fori_loop(0, div(stream.copied(index) + edge - 1, edge), take_part, None)
         return index + 1, stream.after(buf)
 
-    def take_masked(p, buf, at, start):
-        """Take in some positions, from `start` on, for the queries of part `p`."""
+    def starts_of(index, i):
+        """The positions at which part `i` of a block begins, and each further listed block in it."""
+        count = max(edge // listed_keys, 1) if most_listed else 1
+        offsets = [i * edge + n * listed_keys for n in range(count)]
+        starts = [stream.start(index, offset=offset) for offset in offsets]
+        copied = stream.copied(index)
+        return starts[:1] + [
+            jnp.where(x < copied, start, FAR) for x, start in zip(offsets[1:], starts[1:], strict=True)
+        ]
+
+    def take_masked(p, buf, at, starts):
+        """Take in some positions, of blocks that begin at `starts`, for the queries of part `p`."""
+
+        def positions(shape, axis):
+            each = (*shape[:axis], shape[axis] // len(starts), *shape[axis + 1 :])
+            blocks = [start + lax.broadcasted_iota(jnp.int32, each, axis) for start in starts]
+            return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis)
 
         def cleaned(x, axis):
             """x with zeros at positions that no query of the tile sees: 0 * NaN is NaN."""
-            position = start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            position = positions(x.shape, axis)
             seen = (position >= stream.lowest()) & (position <= stream.last())
             return jnp.where(seen, x.astype(jnp.float32), 0)
 
         values = v_buf[buf, at]
         values = (values if values.dtype == jnp.int8 else cleaned(values, 0)).astype(p_s.dtype)
         value_scales = cleaned(scales_of(1, buf, at), 1) if scaled else None
-        query, key = wide(query_s[p], edge), start + lax.broadcasted_iota(jnp.int32, (rows, edge), 1)
+        query, key = wide(query_s[p], edge), positions((rows, edge), 1)
         seen = (key <= query) & (key <= stream.last())
         if window is not None:
             seen &= key > query - window

@@ -106,15 +106,21 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, listed: Block
 
     if listed is None:
         return unsupported(shape_of(q), cache)
-    return unsupported(shape_of(q), cache, visits=listed.numbers.shape[-1], blocks=_tpu_blocks(listed))
+    return unsupported(shape_of(q), cache, visits=listed.numbers.shape[-1], blocks=_tpu_blocks(q, cache, listed))
 
 
-def _tpu_blocks(listed: BlockList):
-    from inferlib.pallas_kernels.prefill_attention_tpu import Blocks
+def _tpu_blocks(q: Shaped, cache: KvCache, listed: BlockList):
+    """The largest blocks that fit the kernel's memory. Small listed blocks share a product, and a mask."""
+    from inferlib.pallas_kernels.prefill_attention_tpu import Blocks, unsupported
 
-    # Small blocks share a product.
-    keys = max(512 // listed.keys, 1) * listed.keys
-    return Blocks(listed.queries, keys, edge=math.gcd(listed.keys, 256), listed=listed.keys)
+    def of_size(most: int) -> Blocks:
+        keys = max(most // listed.keys, 1) * listed.keys
+        edge = math.gcd(keys, 512) if listed.keys < 512 else math.gcd(listed.keys, 256)
+        return Blocks(listed.queries, keys, edge=edge, listed=listed.keys)
+
+    sizes, count = map(of_size, (1024, 512)), listed.numbers.shape[-1]
+    fit = (size for size in sizes if unsupported(shape_of(q), cache, visits=count, blocks=size) is None)
+    return next(fit, of_size(512))
 
 
 def prefill_attention(
@@ -189,7 +195,7 @@ def _by_tpu_kernel(
     visits = blocks = None
     if listed is not None:
         visits = listed.numbers
-        blocks = _tpu_blocks(listed)
+        blocks = _tpu_blocks(q, cache, listed)
 
     def run(q, k, v, rows, positions, *, interpret: bool):
         of_call = replace(cache, k=k, v=v)

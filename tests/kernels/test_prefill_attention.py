@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import KvCache
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.prefill_attention import BlockList
+from inferlib.ops.prefill_attention import BlockList, _tpu_blocks
 from inferlib.pallas_kernels import prefill_attention_gpu, prefill_attention_tpu
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
 from tests.helpers.kernels import copies_of
@@ -95,6 +95,14 @@ def test_equals_the_oracle(name, backend):
 @pytest.mark.parametrize(("name", "backend"), of_backends(MORE_CASES))
 def test_equals_the_oracle_in_more_cases(name, backend):
     MORE_CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize(("group", "size", "keys"), [(4, 128, 1024), (16, 128, 1024), (16, 256, 512)])
+def test_listed_blocks_are_computed_together_where_they_fit(group, size, keys):
+    q = jax.ShapeDtypeStruct((1, 2048, 1, group, size), jnp.bfloat16)
+    k, table = jax.ShapeDtypeStruct((256, 1, 128, size), q.dtype), jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    lists = BlockList(jax.ShapeDtypeStruct((1, 1, 16, 64), jnp.int32), 128, 128)
+    assert _tpu_blocks(q, KvCache(k, k, pages=table), lists).keys == keys
 
 
 def test_parts_of_a_cache_merge_to_the_whole():

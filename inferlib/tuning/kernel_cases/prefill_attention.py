@@ -143,7 +143,7 @@ def listed_blocks() -> Any:
     """The blocks of lists."""
     from inferlib.pallas_kernels.prefill_attention_tpu import Blocks
 
-    return Blocks(128, 512, edge=128, listed=128)
+    return Blocks(128, 1024, edge=512, listed=128)
 
 
 CASES = {
