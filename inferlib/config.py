@@ -243,13 +243,15 @@ class EngineConfig:
             "has bases of keys as they are, and kv_cache_dtype int4 rotates them: take int8 or fp8, or quest": (
                 selection.by_bases and self.kv_cache_dtype in PACKED_CACHES
             ),
-            **(self._reasons_against_resident(selection) if selection.resident is not None else {}),
+            **self._reasons_against_resident(selection),
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
             raise ConfigurationError(f"attention_pages {str(selection)!r} {why}")
 
     def _reasons_against_resident(self, selection: PageSelection) -> dict[str, bool]:
-        """What speaks against pages of rows that decode in the host's memory."""
+        """What speaks against pages of rows that decode in the host's memory, if there may be some."""
+        if selection.resident is None:
+            return {}
         # The first page, those that dispatches in flight write or get ahead, and those that one query selects.
         ahead = (self.in_flight + 1) * self.decode_steps + self.page_size // 2
         selected = -(-selection.count * (selection.size or self.page_size) // self.page_size)
@@ -261,7 +263,7 @@ class EngineConfig:
                 self.has_tiers
             ),
             f"selects pages, and writes some ahead, of which the device has to keep {least}: take resident={least} or "
-            "more": selection.resident is not None and selection.resident < least,
+            "more": selection.resident < least,
         }
 
     def _check_sparse(self) -> None:
@@ -782,8 +784,10 @@ class EngineOptions:
         """The buckets by default. sizes: `max_batch` and `max_len`. live: see `_reads_live_positions`."""
         (max_batch, max_len), sparse = sizes, self.sparse_prefill
         tile, most = _tile(platform, shards, model, 1 if sparse is None else BLOCK)
+        narrowest = None
         if isinstance(sparse, TokenPropagation):  # a tile is a whole segment
             tile, most = sparse.segment or SEGMENT, _TILES.get(platform, (None, None))[1]
+            narrowest = _NARROWEST
         return Buckets.default(
             max_batch,
             max_len,
@@ -792,7 +796,7 @@ class EngineOptions:
             multiple=shards.size(axes.TOKENS),
             tile=tile,
             most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
-            narrowest=_NARROWEST if self._selects_tokens else None,
+            narrowest=narrowest,
         )
 
     def _usual_steps(self, platform: str) -> int:

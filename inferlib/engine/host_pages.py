@@ -12,7 +12,6 @@ can write to its place. The copy to the host is made in a worker thread, while p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -29,6 +28,7 @@ from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence
 from inferlib.engine.transit import Transit
 from inferlib.option_checks import ConfigurationError
+from inferlib.programs.memory import host_bytes
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 # What was wanted counts half as much after each further dispatch. So a page that one dispatch reads now and then stays.
@@ -140,11 +140,7 @@ class HostPages(PageSource):
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         restored, self._restored = self._restored, {}
-        of_pages = self.plan.part(cache, of_rows=False)
-        for numbers in self.transfer.batches(restored):
-            self._transit.make_room(self.transfer.call_bytes)
-            of_pages, written = self.transfer.write(of_pages, numbers, [restored[page] for page in numbers])
-            self._transit.add_array(self.transfer.call_bytes, written)
+        of_pages = self._transit.write(self.transfer, self.plan.part(cache, of_rows=False), restored)
         return self.plan.with_part(cache, of_pages, of_rows=False)
 
     def settle(self) -> None:
@@ -167,8 +163,8 @@ def check_host_pages(plan: CachePlan, config: EngineConfig) -> None:
     if config.resident is None:
         return
     need = plan.rows * plan.columns * PageTransfer(plan, config.shards).nbytes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > memory:
+    memory = host_bytes()
+    if need > memory > 0:
         raise ConfigurationError(
             f"attention_pages {str(config.attention_pages)!r} may send pages of {need / 2**30:.1f} GiB to the host's "
             f"memory, and this machine has {memory / 2**30:.1f} GiB: lower max_batch or max_len"

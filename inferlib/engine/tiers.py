@@ -8,7 +8,6 @@ does what a sequence fetches from a file, while it waits.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from inferlib.engine.sequence import Sequence
 from inferlib.engine.transit import Transit
 from inferlib.models.abstract import AbstractModel
 from inferlib.option_checks import ConfigurationError
+from inferlib.programs.memory import host_bytes
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 log = logging.getLogger(__name__)
@@ -127,11 +127,7 @@ class Tiers(PageSource):
 
     def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         restored, self._restored = self._restored, {}
-        of_pages = self.plan.part(cache, of_rows=False)
-        for pages in self.transfer.batches(restored):
-            self._transit.make_room(self.transfer.call_bytes)
-            of_pages, written = self.transfer.write(of_pages, pages, [restored[page] for page in pages])
-            self._transit.add_array(self.transfer.call_bytes, written)
+        of_pages = self._transit.write(self.transfer, self.plan.part(cache, of_rows=False), restored)
         return self._with_rows(self.plan.with_part(cache, of_pages, of_rows=False))
 
     def settle(self) -> None:
@@ -333,8 +329,8 @@ def check_tiers(plan: CachePlan, config: EngineConfig) -> None:
         )
     if config.disk_cache is not None:
         _check_disk(config.disk_cache, config.disk_cache_size, nbytes)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.host_cache is not None and config.host_cache > memory:
+    memory = host_bytes()
+    if config.host_cache is not None and config.host_cache > memory > 0:
         raise ConfigurationError(
             f"host_cache of {config.host_cache / 2**30:.1f} GiB is more than the {memory / 2**30:.1f} GiB that this "
             "machine has: give less, as weights are loaded through it too"

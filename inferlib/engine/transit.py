@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
+
+import jax
+
+from inferlib.cache.host_tier import Page
+from inferlib.programs.page_transfer import PageTransfer
 
 MOST_BYTES = 512 << 20  # on each device: a link of 50 GB/s takes 10 ms for that
 
@@ -37,3 +42,14 @@ class Transit:
     def add_array(self, nbytes: int, array: Any) -> None:
         """Count what is on its way until an array of JAX is computed."""
         self._batches.append(Batch(nbytes, array.is_ready, array.block_until_ready))
+
+    def write(
+        self, transfer: PageTransfer, arrays: tuple[jax.Array, ...], contents: Mapping[int, Page]
+    ) -> tuple[jax.Array, ...]:
+        """The arrays of pages of a cache, which are donated, with these contents of pages. It waits if too much is on
+        its way."""
+        for pages in transfer.batches(contents):
+            self.make_room(transfer.call_bytes)
+            arrays, written = transfer.write(arrays, pages, [contents[page] for page in pages])
+            self.add_array(transfer.call_bytes, written)
+        return arrays

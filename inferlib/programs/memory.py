@@ -148,11 +148,11 @@ def explanation(error: BaseException, doing: str, demand: Callable[[], Demand]) 
     devices = jax.local_devices()
     stats = [device.memory_stats() or {} for device in devices]
     host = isinstance(error, MemoryError) or devices[0].platform == "cpu"
-    capacity = _host_bytes() if host else min(entry.get("bytes_limit", 0) for entry in stats)
+    capacity = host_bytes() if host else min(entry.get("bytes_limit", 0) for entry in stats)
     return OutOfMemoryError(demand().message(doing, capacity, host=host))
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
     """Bytes of this machine's memory; 0 if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -165,7 +165,7 @@ def test_sizes_are_those_of_a_device(path):
 
 def test_a_command_ends_with_one_line(path, monkeypatch, tmp_path):
     inferlib = Commands(path)
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "host_bytes", lambda: 1 << 30)
     assert inferlib.generate("a").exit_code == 0
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
