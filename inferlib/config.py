@@ -884,6 +884,7 @@ def check_propagation(model: ModelConfig, how: TokenPropagation) -> None:
         "is for models whose layers run once: leave it out": model.loop is not None,
         "is for models with one residual: leave it out": model.lanes is not None or model.streams > 1,
         "is for models that embed tokens before the first layer alone: leave it out": model.per_layer is not None,
+        "is for models of two layers or more, and this one has one: leave it out": count == 1,
         f"names a layer from 1 to {count - 1} of this model of {count}": how.layer >= count,
     }
     if why := next((why for why, holds in reasons.items() if holds), None):

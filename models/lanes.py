@@ -26,7 +26,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.stream import Residual
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 

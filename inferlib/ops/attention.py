@@ -13,7 +13,7 @@ from jax import lax
 
 from inferlib.attention_values import AttentionOptions
 from inferlib.ops.int4_cells import decoded_keys, decoded_values
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 
 
 def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:

@@ -14,7 +14,7 @@ from jax import lax
 
 from inferlib.ops.fake_quantized import FakeQuantizedWeight
 from inferlib.ops.grouped_matmul import Weight, grouped_matmul, tiles_of
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 
 # Rows that are summed up at once for the gradient of a weight: each sum reads and writes a whole matrix in float32.
 _TILE = 512

@@ -18,9 +18,10 @@ from jax import lax
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.loops import expected_trips
-from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.matmul import matmul
 from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import PackedTensor
+from inferlib.ops.precision import precision_of
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 
 if TYPE_CHECKING:

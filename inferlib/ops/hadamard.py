@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.precision import precision_of
+
 _MOST = 128  # the largest factor that is multiplied at once: as wide as matrix units are
 
 
@@ -25,7 +27,7 @@ def rotated(x: jax.Array, size: int, *, back: bool = False) -> jax.Array:
     has exactly. The rotation of W rows that undoes it makes the product x W what it was.
     """
     factors, shape = factors_of(size), x.shape
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = precision_of(x.dtype)
     for number, order in enumerate(factors):
         rest = math.prod(factors[number + 1 :])
         x = x.reshape(-1, order, rest) if rest > 1 else x.reshape(-1, order)

@@ -21,13 +21,9 @@ from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.observed import ObservedWeight
 from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.partial_sums import PartialSums
+from inferlib.ops.precision import precision_of
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 from inferlib.ops.residual_norm import DeferredNorm
-
-
-def precision_of(dtype) -> lax.Precision | None:
-    """Float32 means float32: GPUs and TPUs would otherwise round the operands to tf32 or bf16."""
-    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, gather_pages, shape_of
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 from inferlib.ops.prefill_attention import prefill_attention
 
 # Implementations that read one layer of a stacked cache and of stacked weights in place.

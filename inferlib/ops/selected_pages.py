@@ -36,8 +36,8 @@ from inferlib.ops.decode_attention import IN_PLACE, decode_attention, write_new
 from inferlib.ops.decode_attention import choose as choose_decode
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.interpreted import run_kernel
-from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
+from inferlib.ops.precision import precision_of
 
 METHODS = ("quest", "loki")
 # The most blocks of a row that are compared with one another, in a fraction of the time that a TPU takes to sort them.

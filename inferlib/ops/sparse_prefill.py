@@ -22,8 +22,8 @@ from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import cells_of_rows
-from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
+from inferlib.ops.precision import precision_of
 from inferlib.ops.prefill_attention import BlockList
 
 BLOCK, STRIDE = 128, 16

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.precision import precision_of
+
 ROWS = 128  # most rows of products that run side by side
 # Inputs that a program of the first product multiplies. On an H100 programs of 512 took 11 us for 4,096 inputs of one
 # row, and those of 128 or 256 under 4.
@@ -42,8 +44,7 @@ def thin_products(
 
 
 def _by_xla(x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None) -> jax.Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    options: dict[str, Any] = dict(precision=precision, preferred_element_type=x.dtype)
+    options: dict[str, Any] = dict(precision=precision_of(x.dtype), preferred_element_type=x.dtype)
     parts, width = a.shape[-2:]
     inputs = tuple(range(1, x.ndim)), tuple(range(a.ndim - 2))
     low = lax.dot_general(x, a.reshape(*a.shape[:-2], parts * width), (inputs, ((), ())), **options)

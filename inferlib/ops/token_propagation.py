@@ -20,8 +20,8 @@ from jax import lax
 
 from inferlib.attention_values import AttentionOptions
 from inferlib.ops.cache_policy import pooled, rounded_scores
-from inferlib.ops.matmul import precision_of
 from inferlib.ops.option_text import read_option
+from inferlib.ops.precision import precision_of
 
 WINDOW = 8  # last tokens of a segment, which go on and whose attention selects the others, as in the paper
 SEGMENT = 2048  # tokens of a segment by default

@@ -34,9 +34,10 @@ from inferlib.ops import mla_prefill_attention as mla_prefill
 from inferlib.ops import mla_queries as mla_queries_op
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import NewCells
-from inferlib.ops.matmul import Activations, precision_of
+from inferlib.ops.matmul import Activations
 from inferlib.ops.mla_prefill_attention import Expansion
 from inferlib.ops.mla_queries import mla_queries
+from inferlib.ops.precision import precision_of
 from inferlib.sharding import axes
 from inferlib.sharding.stripe import Stripe
 

@@ -10,7 +10,7 @@ from inferlib.models.batch import StepContext
 from inferlib.models.config import NormSpec
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 

@@ -9,7 +9,7 @@ from flax import nnx
 from inferlib.models.batch import StepContext
 from inferlib.models.config import ValueEmbedding
 from inferlib.models.layers.param import OfStack, param
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.precision import precision_of
 from inferlib.sharding import axes
 
 

@@ -166,7 +166,7 @@ def test_models_that_it_is_not_for(fastkv):
             made.check_model(odd)
     with pytest.raises(ConfigurationError, match="without the learned sinks"):
         made.check_model(model(sinks=True))
-    with pytest.raises(ConfigurationError, match="names a layer from 1 to 0 of this model of 1"):
+    with pytest.raises(ConfigurationError, match="two layers or more"):
         made.check_model(model(1))
 
 
