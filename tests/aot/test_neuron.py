@@ -154,7 +154,7 @@ def test_others_are_refused_by_what_they_need(family):
 
 
 def test_every_program_of_a_set_passes():
-    keys = [key for key in planned_keys(programs("llama").config) if key.limit == 32]
+    keys = [key for key in planned_keys(programs("llama").config) if key.limit == 32 and key.rows != 1]
     assert {key.mode for key in keys} == {"greedy", "sample", "logprobs"}
     assert {key.steps for key in keys} == {1}
     for key in keys:

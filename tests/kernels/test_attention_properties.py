@@ -108,7 +108,7 @@ LENGTHS = rows_of(4, near(80, 16, 20, 32))
 
 @pytest.mark.parametrize("backend", backends(DECODE))
 @given(lengths=LENGTHS, cuts=rows_of(4, near(80, 16)), seed=SEEDS, loudness=LOUDNESS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_decode_of_any_lengths_cut_anywhere(backend, lengths, cuts, seed, loudness):
     run, case = DECODE[backend]
     case = dataclasses.replace(case, lengths=lengths, loudness=loudness)
@@ -123,7 +123,7 @@ def test_decode_of_any_lengths_cut_anywhere(backend, lengths, cuts, seed, loudne
 
 @pytest.mark.parametrize("backend", backends(DECODE))
 @given(lengths=LENGTHS, seed=SEEDS, window=st.sampled_from([1, 20]))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_decode_of_any_lengths_within_a_window(backend, lengths, seed, window):
     """Of three queries, where the kernel takes several, with sinks."""
     run, case = DECODE[backend]
@@ -162,7 +162,7 @@ def parts_of_chunks(inputs: dict[str, Any], cuts: Sequence[int], cells: dict[str
 
 @pytest.mark.parametrize("backend", backends(PREFILL))
 @given(starts=rows_of(3, STARTS), cuts=rows_of(3, near(192, 32, 128)), seed=SEEDS, loudness=LOUDNESS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_prefill_from_any_starts_cut_anywhere(backend, starts, cuts, seed, loudness):
     run, case = PREFILL[backend]
     case = dataclasses.replace(case, starts=starts, loudness=loudness)
@@ -174,7 +174,7 @@ def test_prefill_from_any_starts_cut_anywhere(backend, starts, cuts, seed, loudn
 
 @pytest.mark.parametrize("backend", backends(PREFILL))
 @given(starts=rows_of(3, st.one_of(STARTS, st.integers(177, 192))), seed=SEEDS, window=st.sampled_from([1, 50]))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_prefill_from_any_starts_within_a_window(backend, starts, seed, window):
     """Those that go beyond the cache, too."""
     run, case = PREFILL[backend]
@@ -204,7 +204,7 @@ MLA_DECODE = {
 
 @pytest.mark.parametrize("backend", backends(MLA_DECODE))
 @given(data=st.data(), seed=SEEDS, loudness=LOUDNESS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_decode_over_latents_of_any_lengths_cut_anywhere(backend, data, seed, loudness):
     run, case = MLA_DECODE[backend]
     run = compiled(run, scale=SCALE)

@@ -24,12 +24,9 @@ STAYS, STREAMED = Blocks(128, 512, 16), Blocks(128, 256, 48)
 DEPTH = 128
 # n devices, how copies take place, blocks, rows of a device (48: an uneven half each way), dtype
 CASES = {
-    "2, eager": (2, "eager", STREAMED, 48, "float32"),
-    "2, on wait": (2, "on_wait", STAYS, 32, "float32"),
-    "4, eager": (4, "eager", STAYS, 32, "float32"),
+    "2, eager": (2, "eager", STAYS, 32, "float32"),
     "4, on wait": (4, "on_wait", STREAMED, 48, "float32"),
     "8, eager": (8, "eager", STREAMED, 48, "bfloat16"),
-    "8, on wait": (8, "on_wait", STAYS, 32, "float32"),
 }
 
 
@@ -100,11 +97,10 @@ def test_sums_are_made_in_the_order_stated():
             np.testing.assert_array_equal(np.asarray(got)[device * rows + half * 16 :][:16], total)
 
 
-@pytest.mark.parametrize("heads", [False, True])
-def test_the_contract_takes_weights_as_layers_have_them(heads):
+def test_the_contract_takes_weights_as_layers_have_them():
     """Both backends: several dimensions of results, of what is summed over, and a layer of a stack."""
     rng = np.random.default_rng(3)
-    x, up = rng.normal(size=(64, 128)), rng.normal(size=(2, 128, *((2, 3) if heads else ()), 256))
+    x, up = rng.normal(size=(64, 128)), rng.normal(size=(2, 128, 2, 3, 256))
     down = rng.normal(size=(2, *up.shape[2:], 128))
 
     def run(x, up, down, layer, backend):

@@ -28,31 +28,25 @@ CASES = {
     "ring": Case((0, 1, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 100}),
     "ring of an odd number of units": Case((300, 383, 384, 1030), slots=384, ring=True, options={"window": 300}),
     "head size 80, odd groups": Case((33, 144), size=80, group=7, heads=3, slots=144),
-    "head size 96": Case((0, 1, 31, 48), size=96, slots=48),
     "head size 192": Case((3, 32), size=192, slots=32),
     "large logits": Case((1, 200), loudness=1e4, sinks=True),
 }
 # What the kernel for GPUs does not have.
 MORE_CASES = {
     "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
-    "stacked layers": Case((5, 130), layers=2),
     "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
-    "pages of more than a block": Case((0, 128, 129, 500), slots=128, columns=4),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
-    "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
     "a tree of new tokens": Case((0, 2, 5, 6, 130), queries=5, tree=True, options={"window": 100}),
     "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
 }
 # Caches of fewer bits.
 QUANTISED_CASES = {
-    "int8": Case((0, 1, 127, 128, 129, 256, 0), stored="int8"),
     "fp8 in half precision, softcap, sinks": Case(
         (0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, stored="float8_e4m3fn"
     ),
     "int8 ring": Case((0, 1, 129, 500), slots=128, ring=True, options={"window": 100}, stored="int8"),
     "fp8 pages of stacked layers": Case((0, 17, 300), slots=128, columns=3, layers=2, stored="float8_e4m3fn"),
-    "int8, several queries": Case((0, 1, 3, 130), queries=4, options={"window": 60}, stored="int8"),
-    "int8, large logits": Case((1, 200), loudness=1e4, sinks=True, stored="int8"),
+    "int8, several queries, large logits": Case((1, 130), queries=4, loudness=1e4, sinks=True, stored="int8"),
 }
 # New cells are written by the operation, where lengths end in the middle of tiles and at their ends.
 WRITING_CASES = {
@@ -70,7 +64,6 @@ WRITING_CASES = {
     "int8, written to some rows": Case(
         (0, 1, 127, 250, 128, 129, 256), heads=1, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1)
     ),
-    "fp8, written in half precision": Case((0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True),
     "int8, several written to pages": Case(
         (2, 129, 131, 300), heads=1, queries=3, slots=128, columns=3, layers=2, stored="int8", writes=(2, 3, 1, 2)
     ),
@@ -81,11 +74,9 @@ WRITING_CASES = {
 # Rows that the kernel for TPUs takes several at a time: their number is a multiple of four.
 SHORT_CASES = {
     "short rows": Case((0, 1, 15, 16, 17, 48, 0, 33), slots=48),
-    "short rows in half precision, softcap, sinks": Case(
-        (0, 1, 31, 48), slots=48, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}
+    "short rows in pages, window, softcap": Case(
+        (0, 49, 51, 128), options={"window": 50, "softcap": 20.0}, slots=32, columns=4, layers=2
     ),
-    "short rows in pages": Case((0, 17, 100, 64), slots=32, columns=4, layers=2),
-    "short rows in pages, window": Case((0, 49, 51, 128), options={"window": 50}, slots=32, columns=4),
     "short rows, full rings": Case(
         (0, 1, 64, 65, 300, 503, 79, 80),
         slots=64,
@@ -111,14 +102,12 @@ SHORT_CASES = {
 
 
 RACES = (
-    *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
-    *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
-    *("several written to ends of blocks of some rows", "fp8, written to a ring", "int8, written to some rows"),
-    *("short rows in pages", "short rows, full rings", "short rows, rings of pages, several written"),
+    *("ring of an odd number of units", "pages", "several written to a ring of pages"),
+    *("several written to ends of blocks of some rows", "int8, written to some rows"),
+    *("short rows, full rings", "short rows, rings of pages, several written"),
     *("short rows, a tree, keys that are values", "short rows, int8, written to some"),
 )
-EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
-EARLY += ("int8, written to some rows", "short rows, full rings", "short rows, rings of pages, several written")
+EARLY = ("pages", "several written to a ring of pages", "short rows, rings of pages, several written")
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +159,7 @@ def test_written_blocks_that_are_one_part(monkeypatch):
 def test_kernels_without_scales_or_a_mask_say_so():
     for backend in ("pallas_gpu", "nki"):
         with pytest.raises(ValueError, match=f"'{backend}' takes no scales"):
-            decode_attention(**QUANTISED_CASES["int8"].inputs(0), scale=1.0, backend=backend)
+            decode_attention(**QUANTISED_CASES["int8 ring"].inputs(0), scale=1.0, backend=backend)
         with pytest.raises(ValueError, match=f"'{backend}' takes no mask"):
             decode_attention(**MORE_CASES["a tree of new tokens"].inputs(0), scale=1.0, backend=backend)
 

@@ -35,11 +35,9 @@ def with_strange_ids(run):
 
 # Pages of 64 float32 positions of size 64 are one block, of 128 two.
 PAGES = {
-    "pages": Case((0, 1, 16, 17, 100, 112), slots=16, columns=7),
     "pages of more than a block, sinks": Case((0, 128, 129, 500), slots=128, columns=4, sinks=True),
     "windows that begin within blocks": Case((20, 97, 384, 300), slots=64, columns=6, options={"window": 70}),
     "a layer of a stack": Case((0, 17, 100), slots=32, columns=4, layers=3),
-    "windows of one position": Case((1, 64, 65), slots=64, columns=2, options={"window": 1}),
     "odd groups of size 80, half precision": Case(
         (3, 33, 144), slots=48, columns=3, size=80, group=7, heads=3, dtype=jnp.bfloat16, options={"softcap": 20.0}
     ),
@@ -49,17 +47,16 @@ RINGS = {
     "ring of pages, a window of all": Case((3, 256, 1003), slots=64, columns=4, ring=True, options={"window": 256}),
 }
 QUERIES = {
-    "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
     "several queries in a ring": Case((3, 129, 500), queries=3, slots=128, ring=True, options={"window": 100}),
     "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
 }
 
 
 @pytest.mark.parametrize("name", PAGES | RINGS | QUERIES)
-@pytest.mark.parametrize("programs", [decode_attention_gpu.PROGRAMS, 8])
-def test_pages_and_several_queries(name, programs, monkeypatch):
-    """In many shares and in few."""
-    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", programs)
+def test_pages_and_several_queries(name, monkeypatch):
+    """In many shares or in few."""
+    if "pages" in name:
+        monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 8)
     (PAGES | RINGS | QUERIES)[name].check(with_strange_ids(RUN) if name in PAGES else RUN)
 
 
@@ -72,7 +69,7 @@ def test_the_operation_takes_pages_of_whole_blocks():
     assert choose(replace(cache, k=cache.k[..., :16, :]), None, "pallas_gpu") == Choice("pallas_gpu")
 
 
-@pytest.mark.parametrize("group", [1, 3, 16, 20])
+@pytest.mark.parametrize("group", [1, 20])
 def test_query_heads_per_kv_head(group):
     Case((5, 300), slots=300, heads=3, group=group).check(RUN)
 
@@ -91,20 +88,14 @@ def test_float32_queries_on_a_bfloat16_cache():
 
 @pytest.mark.parametrize("limit", [None, 16])
 def test_sinks_count_once(limit):
+    """In many shares and in one."""
     _, lse = Case((0, 1, 16), slots=300, sinks=True).check(partial(RUN, limit=limit))
     assert np.all(np.asarray(lse[0]) == -np.inf)
 
 
-def test_many_shares_and_one_share_agree():
-    case = Case((16, 3), slots=300)
-    for one, many in zip(case.check(partial(RUN, limit=16)), case.check(RUN), strict=True):
-        np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 250])
-def test_long_rows_get_more_shares(monkeypatch, window):
+def test_long_rows_get_more_shares(monkeypatch):
     monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
-    Case((300, 20, 280), slots=300, options={"window": window}).check(RUN)
+    Case((300, 20, 280), slots=300, options={"window": 250}).check(RUN)
 
 
 def test_bad_shapes_and_options_are_refused():

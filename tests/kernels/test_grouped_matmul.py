@@ -26,9 +26,7 @@ from tests.helpers.packed_experts import dequantized, packed, quantized
 
 CASES = {
     "around a tail": Case((0, 1, 15, 16, 17, 0), 64),
-    "around a product": Case((31, 32, 33, 0, 47, 48, 49), 256),
     "around a tile of rows": Case((63, 64, 65, 1, 128), 336),
-    "all rows in one group": Case((0, 200, 0), 200),
     "rows of no group": Case((3, 0, 20), 150),
     "no rows in any group": Case((0, 0, 0), 16),
     "more buffers than groups": Case((0, 5, 0), 5, Blocks(16, 128, 16, 16, buffers=4)),
@@ -49,11 +47,9 @@ CASES = {
     "float4, once": Case(
         (60, 30, 9), 112, ONCE, parts=1, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True
     ),
-    "mxfp8, once": Case((7, 90), 112, ONCE, parts=1, inner=160, outer=128, dtype="bfloat16", scheme="mxfp8"),
     "fp8 in groups of all inputs, once": Case(
         (7, 90), 112, ONCE, parts=1, inner=128, outer=128, dtype="bfloat16", scheme="fp8_block"
     ),
-    "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }
 RACES = ("around a tile of rows", "three buffers", "rows of no group", "mxfp4")
@@ -76,7 +72,7 @@ def test_equals_the_oracle(name):
     case.check(jax.jit(run))
 
 
-@copies_of(RACES, early=("three buffers", "mxfp4"))
+@copies_of(RACES, early=("mxfp4",))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
@@ -88,7 +84,7 @@ def test_it_has_no_races(name, mode, capsys):
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
-@pytest.mark.parametrize("parts", [(), (2,)])
+@pytest.mark.parametrize("parts", [(2,)])
 def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(7, 24)), rng.normal(size=(2, 3, *parts, 24, 40))
@@ -101,7 +97,7 @@ def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
     np.testing.assert_array_equal(jax.jit(product)(x[rows], w[1])[:10], got[:10])
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
 def test_quantised_weights(scheme):
     """By channel and packed; of the latter, inputs are padded."""
     rng = np.random.default_rng(1)

@@ -45,9 +45,7 @@ def with_new(run, lengths, latents, keys, **rest):
 CASES = {
     "lengths": SMALL((0, 1, 15, 16, 17, 33, 64, 0)),
     "two tiles of heads": SMALL((0, 5, 64), heads=20, rank=16),
-    "bfloat16": SMALL((1, 31, 32, 33, 64), heads=16, rank=64, dtype=jnp.bfloat16),
     "large logits": SMALL((3, 60), loudness=1e4),
-    "pages": SMALL((0, 1, 16, 17, 40, 64), slots=16, columns=4),
     "pages of a stack": SMALL((0, 17, 64), slots=16, columns=4, layers=2),
     "pages of blocks, bfloat16": SMALL((1, 128, 129, 200), slots=128, columns=2, dtype=jnp.bfloat16),
 }
@@ -58,14 +56,13 @@ def test_equals_the_oracle(name):
     CASES[name].check(partial(one_query, RUN))
 
 
-@pytest.mark.parametrize("more", [{}, {"slots": 16, "columns": 4, "layers": 2}], ids=str)
-def test_several_queries_are_rows_of_their_own(more):
+def test_several_queries_are_rows_of_their_own():
     """Some before the first position, and some rows inactive."""
-    SMALL((0, 1, 3, 5, 18, 64), queries=4, **more).check(RUN)
+    SMALL((0, 1, 3, 5, 18, 64), queries=4, slots=16, columns=4, layers=2).check(RUN)
 
 
 @pytest.mark.parametrize("backend", ["pallas_gpu", "xla"])
-@pytest.mark.parametrize("name", ["lengths", "two tiles of heads", "bfloat16", "pages", "pages of blocks, bfloat16"])
+@pytest.mark.parametrize("name", ["two tiles of heads", "pages of blocks, bfloat16"])
 def test_what_is_new_is_written(name, backend):
     run = partial(mla_decode_attention, backend=backend)
     CASES[name].check(partial(one_query, partial(with_new, run)))
@@ -124,7 +121,7 @@ def test_models_that_it_decodes(rank, rotary, scaled, reason):
     assert choose_attention(spec, "decode_attention", backend, scaled=scaled).reason == reason
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", None), ("bfloat16", 8), ("float32", None)])
+@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 8), ("float32", None)])
 def test_lowers_to_triton(dtype, columns):
     """DeepSeek-V2-Lite's shape; the cache is written where it lies."""
     cells = (40, 1, 128) if columns else (2, 1, 2048)

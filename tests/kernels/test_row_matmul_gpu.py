@@ -132,8 +132,7 @@ def test_copies_lie_where_they_are_read(words, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize(("scheme", "size"), [("mxfp4", 1e30), ("int8", 1e-30), ("fp8", 1e30)])
 def test_inputs_of_any_size(scheme, size):
     """Beyond the range of float16: all as large as the largest, so that nothing may overflow either."""
     values, scales, exact = draw(scheme, (1, 128, 32))
@@ -158,8 +157,6 @@ def test_what_is_not_finite_stays_so():
     ("scheme", "chosen"),
     [
         ("mxfp4", Blocks(4, 3)),
-        pytest.param("mxfp4", Blocks(1, 1), marks=pytest.mark.slow),
-        ("int8", Blocks(4, 2)),
         pytest.param("fp8_block", Blocks(1, 2), marks=pytest.mark.slow),
     ],
 )
@@ -175,7 +172,7 @@ def test_blocks_change_nothing(scheme, chosen):
 @pytest.mark.parametrize(
     ("scheme", "rows"),
     [
-        *((None, 4), ("int8", 8), ("mxfp4", 2)),
+        *((None, 4), ("int8", 8)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8_block", 3), ("mxfp4", 14))),
     ],
 )
@@ -193,8 +190,8 @@ def test_several_rows_share_the_weights(scheme, rows):
 @pytest.mark.parametrize(
     ("scheme", "rows", "parts"),
     [
-        *((None, 1, 2), ("int8", 1, 1)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", 5, 2), ("mxfp4", 1, 2))),
+        ("int8", 1, 1),
+        pytest.param("mxfp4", 5, 2, marks=pytest.mark.slow),
     ],
 )
 def test_an_activation_of_two_results(scheme, rows, parts):
@@ -266,13 +263,9 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
     ("scheme", "case", "sizes"),
     [
         ("int8", GATE_UP, ONE_AND_17_ROWS + TWO_TO_65_ROWS),
-        ("fp8", O, ONE_AND_17_ROWS + TWO_TO_65_ROWS),
-        ("fp8_block", OF_THREE, ONE_AND_17_ROWS),
-        pytest.param("fp8_block", O, TWO_TO_65_ROWS, marks=pytest.mark.slow),
-        pytest.param("int4", O, ONE_AND_17_ROWS, marks=pytest.mark.slow),
+        ("fp8_block", O, ONE_AND_17_ROWS),
         pytest.param("mxfp8", OF_THREE, TWO_TO_65_ROWS, marks=pytest.mark.slow),
-        ("mxfp4", GATE_UP, ONE_AND_17_ROWS),
-        pytest.param("mxfp4", OF_THREE, TWO_TO_65_ROWS, marks=pytest.mark.slow),
+        ("mxfp4", OF_THREE, ONE_AND_17_ROWS),
         pytest.param(Scheme("int4", 32), GATE_UP, TWO_TO_65_ROWS, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -305,8 +298,8 @@ def test_kernels_make_what_xla_makes(scheme, case, sizes):
     assert taken == (len(sizes) if w.grouped else 2)
 
 
-# 17 rows take another kernel than one. 16 take the same as one, so that one activation is enough.
-@pytest.mark.parametrize(("name", "rows"), [*((name, rows) for name in ACTIVATIONS for rows in (1, 17)), ("silu", 16)])
+# 17 rows take another kernel than one, and 16 the same; both call activations alike.
+@pytest.mark.parametrize(("name", "rows"), [*((name, 1) for name in ACTIVATIONS), ("silu", 16), ("silu", 17)])
 def test_every_activation_lowers_for_gpus(name, rows):
     w = quantized(jnp.ones((64, 2, 32)), (0,), SCHEMES["mxfp4"])
     x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)

@@ -51,7 +51,7 @@ def one_pass(path, tokens: np.ndarray, *, stacked: bool) -> np.ndarray:
     return np.asarray((jax.jit(run) if stacked else run)(weights, plan.allocate(), tokens))
 
 
-# The first stage has each family once.
+# The quick part has each family once.
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name in FIRST else [pytest.mark.slow]) for case in CASES],
