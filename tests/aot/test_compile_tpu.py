@@ -71,11 +71,12 @@ def tiny(target: str, parallel: str) -> Deployment:
 
 @cache
 def compiled(deployment: str, parallel: str) -> tuple[Deployment, Report]:
-    """Decode programs of one step and of several, and a prefill; of replicas and experts none of one step, as the loop
-    of several has it inside."""
+    """A decode program of one step and a prefill; of replicas and experts the loop of several steps, which has one step
+    inside, in its place."""
     made = tiny(deployment, parallel)
-    keys = keys_of(made)
-    return made, report_of(made, keys, priced=True) if parallel == "tp=8" else report_of(made, keys[1:])
+    one, several, *prefills = keys_of(made)
+    priced = parallel == "tp=8"
+    return made, report_of(made, [one if priced else several, *prefills], priced)
 
 
 def keys_of(made: Deployment) -> list:
@@ -160,12 +161,12 @@ def _but_products(program: ProgramReport) -> dict[str, int]:
 def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     _, report = compiled(target, parallel)
     assert report.ok
-    assert [p.copies for p in report.programs] == [[]] * (3 if parallel == "tp=8" else 2)
+    assert [p.copies for p in report.programs] == [[]] * 2
     assert all(p.peak < report.capacity for p in report.programs)
     assert parallel != "tp=8" or all(p.estimate > 0 for p in report.programs)
     kernels = [_but_products(p) for p in report.programs if not p.key.chunks]
     names = ["decode_attention", "expert_mlp"] if "ep" in parallel else ["decode_attention"]
-    assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * (2 if parallel == "tp=8" else 1)
+    assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])]
 
 
 def test_weights_are_fetched_while_collectives_run():

@@ -121,10 +121,9 @@ def by_the_paper(
 @pytest.mark.parametrize(
     ("kind", "queries", "backend", "directions"),
     [
-        *((kind, 1, "xla", WIDTH) for kind in ("normal", "ties", "outliers", "zeros")),
-        *(("normal", 3, "xla", WIDTH), ("normal", 1, "pallas_gpu", WIDTH), ("ties", 3, "pallas_gpu", WIDTH)),
-        *(("zeros", 1, "pallas_gpu", WIDTH), ("ties", 1, "pallas_tpu", WIDTH)),
-        *(("normal", 1, "xla", 4), ("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
+        *((kind, 1, "xla", WIDTH) for kind in ("normal", "ties", "zeros")),
+        *(("ties", 3, "pallas_gpu", WIDTH), ("zeros", 1, "pallas_gpu", WIDTH), ("ties", 1, "pallas_tpu", WIDTH)),
+        *(("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
     ],
 )
 def test_reads_what_the_paper_reads(kind, queries, backend, directions):
