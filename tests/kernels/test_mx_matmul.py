@@ -54,14 +54,14 @@ def numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return w.astype(np.float32)
 
 
-FEW_ROWS, MORE_ROWS = (3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(32, 256))
+THREE_ROWS, FORTY_ROWS = (3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(32, 256))
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "inputs", "columns", "chosen"),
     [
-        *((name, *FEW_ROWS) for name in (*BY_GROUP, "int8_block", "int8", "bfloat16")),
-        *((name, *MORE_ROWS) for name in ("mxfp4", "int8")),
+        *((name, *THREE_ROWS) for name in (*BY_GROUP, "int8_block", "int8", "bfloat16")),
+        *((name, *FORTY_ROWS) for name in ("mxfp4", "int8")),
     ],
 )
 def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
