@@ -122,14 +122,15 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def llm_of(checkpoint) -> Callable[..., LLM]:
-    """`llm_of(family, scan=False, kv_cache_dtype=None)`: a shared LLM of 4 rows with prefill buckets 8 and 16.
+    """`llm_of(family, scan=False, kv_cache_dtype=None)`: a shared LLM of 4 rows with prefill buckets 8 and 16;
+    with stacked layers 16 alone.
 
     Leave it idle, and use it for greedy tokens and logits: every other mode needs a dozen more programs.
     """
 
     @functools.cache
     def build(family: str, scan: bool = False, kv_cache_dtype: str | None = None) -> LLM:
-        buckets = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
+        buckets = Buckets(prefill=(16,) if scan else (8, 16), batch=(4,), cache=(MAX_LEN,))
         return build_llm(checkpoint(family), buckets, scan=scan, kv_cache_dtype=kv_cache_dtype)
 
     return build

@@ -263,5 +263,5 @@ def before_each_dispatch(llm: LLM, act: Callable[[Engine], object]) -> Iterator[
         yield
 
 
-def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

@@ -25,8 +25,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import parse_target
-from tests.helpers.llms import assert_decoded, assert_rounded, new_engine, random_prompts, reference
-from tests.helpers.poison import tokens_of
+from tests.helpers.llms import assert_decoded, assert_rounded, build_llm, new_engine, random_prompts, reference
+from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 
 BUCKETS = Buckets((8, 16), (2,), (64,))
 
@@ -35,36 +35,40 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
     ("family", "dtype", "scan"),
     [
         *(("gemma2", "int8", False), ("ministral", "int4", True)),
-        pytest.param("ministral", "fp8", True, marks=pytest.mark.slow),
-        pytest.param("kimi_linear", "int8", False, marks=pytest.mark.slow),
+        pytest.param("kimi_linear", "fp8", False, marks=pytest.mark.slow),
     ],
 )
-def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint, llm_of):
-    """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not."""
-    path, (prompt,) = checkpoint(family), random_prompts([45])
-    llm = llm_of(family, scan, dtype)
-    assert_rounded(llm.logits(prompt), reference(path, prompt, dtype), reference(path, prompt))
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=20)
-    for output in llm.generate([prompt[:20], prompt[20:27]], params):
+def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint):
+    """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not. What
+    is not valid holds NaN, or other numbers, the second time, and changes nothing."""
+    path, (prompt,), shares = checkpoint(family), random_prompts([45]), []
+    llm = build_llm(path, Buckets((16,), (2,), (64,)), scan=scan, kv_cache_dtype=dtype)
+    logits, params = llm.logits(prompt), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=20)
+    assert_rounded(logits, reference(path, prompt, dtype), reference(path, prompt))
+    outputs = llm.generate([prompt[:20], prompt[20:27]], params)
+    for output in outputs:
         assert_decoded(path, output, lambda tokens: reference(path, tokens, dtype))
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
+        np.testing.assert_array_equal(llm.logits(prompt), logits)
+        again = llm.generate([prompt[:20], prompt[20:27]], params)
+    assert [output.outputs[0].logprobs for output in again] == [output.outputs[0].logprobs for output in outputs]
+    assert 0 < max(shares) < 1
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "parallel"),
     [
         ("llama", "int4", "cp=2,tp=2"),
-        pytest.param("llama", "int8", "cp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma2", "fp8", "cp=4,rules=helix", marks=pytest.mark.slow),
         pytest.param("minicpm3", "int8", "cp=2,dp=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
-    path, (prompt,) = checkpoint(family), random_prompts([40])
+    """Of prompts by the tokens that follow them."""
+    path, (prompt,) = checkpoint(family), random_prompts([36])
     sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
     one, several = (LLM(path, kv_cache_dtype=dtype, parallel=p, **sizes) for p in (None, parallel))
-    assert_rounded(several.logits(prompt), one.logits(prompt), reference(path, prompt))
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20)
-    (output,) = several.generate([prompt[:20]], params)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=20)
+    (output,) = several.generate([prompt], params)
     assert_decoded(path, output, one.logits)
 
 

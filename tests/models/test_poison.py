@@ -1,36 +1,41 @@
-"""The poison test: NaN in everything that is not valid changes no output."""
+"""The poison test: NaN in everything that is not valid changes no output.
+
+Other caches are poisoned where their programs are compiled: `test_cache`, `test_attention_kinds`,
+`test_kv_cache_dtypes`, and the tests of what engines can do.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from inferlib import SamplingParams
-from tests.helpers.llms import random_prompts
+from inferlib import LLM, Buckets, SamplingParams
+from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
 
 
-@pytest.mark.parametrize(
-    ("family", "scan", "kv_dtype", "params"),
-    [
-        ("llama", False, None, GREEDY),
-        ("gemma2", False, None, GREEDY),
-        ("ministral", True, None, GREEDY),
-        ("qwen3_moe", True, None, GREEDY),
-        ("gemma2", False, "int8", GREEDY),
-        ("ministral", True, "int4", GREEDY),
-        ("minicpm3", False, "fp8", GREEDY),
-        ("small", False, None, SAMPLED),
-    ],
-    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "int4 stacked", "fp8 latents", "sampled"],
-)
-def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
+def test_sampling_reads_nothing_that_is_not_valid(small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
-    llm = small if family == "small" else llm_of(family, scan, kv_dtype)
+    assert_poison_changes_no_token(small, SAMPLED)
+
+
+def test_latents_of_eight_bits(checkpoint):
+    """And, bit by bit, the logits of a prompt that takes several chunks."""
+    sizes = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
+    llm, (prompt,) = (
+        build_llm(checkpoint("minicpm3", num_hidden_layers=1), sizes, kv_cache_dtype="fp8"),
+        random_prompts([70], seed=11),
+    )
+    assert_poison_changes_no_token(llm, GREEDY)
+    expected = llm.logits(prompt)
+    with before_each_dispatch(llm, poison):
+        np.testing.assert_array_equal(llm.logits(prompt), expected)
+
+
+def assert_poison_changes_no_token(llm: LLM, params: SamplingParams) -> None:
     prompts, shares = random_prompts([20, 1, 9, 33, 16, 4], seed=10), []
     expected = tokens_of(llm, prompts, params)
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
@@ -38,26 +43,6 @@ def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
     assert len(shares) > 10
     assert shares[0] == 0
     assert 0 < max(shares) < 1
-
-
-@pytest.mark.parametrize(
-    ("family", "scan", "kv_dtype"),
-    [
-        ("llama", False, None),
-        ("gemma2", False, None),
-        ("ministral", True, None),
-        ("qwen3_moe", True, None),
-        ("gemma2", False, "int8"),
-        ("ministral", True, "int4"),
-        ("minicpm3", False, "fp8"),
-    ],
-)
-def test_poison_changes_no_logit(family, scan, kv_dtype, llm_of):
-    """The logits of a prompt that takes several chunks, bit by bit."""
-    llm, (prompt,) = llm_of(family, scan, kv_dtype), random_prompts([70], seed=11)
-    expected = llm.logits(prompt)
-    with before_each_dispatch(llm, poison):
-        np.testing.assert_array_equal(llm.logits(prompt), expected)
 
 
 def test_the_poison_kills(llm_of):
