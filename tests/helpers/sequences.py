@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from inferlib import Buckets, SamplingParams
+import numpy as np
+
+from inferlib import LLM, Buckets, SamplingParams
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from tests.helpers.engines import assert_accounted
@@ -26,3 +28,11 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
         engine.advance()
         assert_accounted(engine)
     return [s.tokens for s in sequences]
+
+
+def logits_and_tokens(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[np.ndarray], list[list[int]]]:
+    """Logits [T, V] of each prompt, and up to `count` greedy tokens behind it, of one run: two programs, where
+    `LLM.logits` and `LLM.generate` have three."""
+    sequences = [sequence(prompt, min(count, MAX_LEN - len(prompt)), detail="logits") for prompt in prompts]
+    tokens, vocab = run(llm.engine, sequences), llm.model_config.vocab
+    return [np.concatenate(s.prompt_details)[:, :vocab] for s in sequences], tokens

@@ -15,59 +15,50 @@ from inferlib.models.families import config_from_hf
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.sequences import logits_and_tokens
 
-# Latents; a cache that layers share; states; convolutions; states again; sinks, and a ring on every other layer; a
-# ring of chunks; more states; learned positions; heads of other sizes on some layers, and shared; values smaller than
-# keys; two attentions over latents a layer, and experts beside them. Programs of experts take long to compile.
+# Latents; a cache that layers share; states; convolutions; states again; a ring of chunks; more states; learned
+# positions; heads of other sizes on some layers, and shared; values smaller than keys; two attentions over latents a
+# layer, and experts beside them. Programs of experts take long to compile.
 # Families of experts beside grouped queries (Mixtral, Qwen2-MoE, OLMoE, Phi-MoE, Granite-MoE, GLM-4.5 MoE, dots1, ERNIE
 # 4.5 MoE, MiniMax-M2) or latents (DeepSeek-V2 and V3, GLM-4 MoE Lite, Mistral 4) have no kind of layer or cache that is
 # not here or in `test_cache`; `test_parity` holds their logits to transformers'.
-SLOW = ("gpt_oss", "llama4_text", "granitemoehybrid", "minimax", "kimi_linear", "olmo_hybrid")
-SLOW += ("gpt2", "gemma4_text", "mimo_v2_flash", "longcat_flash")
+# Sinks decode in `test_packed_prefill`.
+SLOW = ("llama4_text", "minimax", "kimi_linear", "olmo_hybrid", "gpt2", "gemma4_text", "mimo_v2_flash", "longcat_flash")
 KINDS = [
     *("minicpm3", "gemma3n_text", "qwen3_5_text", "lfm2", "nemotron_h"),
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
 ]
-# Those of which layers repeat; of the others stacked layers are unrolled ones.
-STACKED = [
-    *("minicpm3", "gemma3n_text"),
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_5_text", "lfm2", "nemotron_h")),
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama4_text", "minimax", "gpt2")),
-]
+# Other stacked layers decode in `test_cache` and in the tests of speculation.
+STACKED = ["minicpm3", "gemma3n_text"]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, checkpoint):
-    """An LLM of four rows, its layers unrolled, and its checkpoint. It has two cache buckets where layers read their
-    cache as no layer of `test_cache` does."""
+    """An LLM of four rows, its layers unrolled, and its checkpoint. It has two cache buckets where layers expand what
+    they read."""
     path = checkpoint(request.param)
-    cache = (32, MAX_LEN) if request.param in ("minicpm3", "gemma3n_text") else (MAX_LEN,)
+    cache = (32, MAX_LEN) if request.param == "minicpm3" else (MAX_LEN,)
     return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
 
 
-def test_prefill_equals_one_pass_of_transformers(model):
+def test_prompts_and_tokens_are_those_of_one_pass_of_transformers(model):
+    """More prompts than rows, of different lengths; and NaN in every cell that is not valid changes nothing: neither a
+    token nor, bit by bit, a logit."""
     llm, path = model
-    (tokens,) = random_prompts([MAX_LEN])
-    expected = reference(path, tokens)
-    assert expected.std() > 0.9
-    for length in (1, 16, 17, MAX_LEN):
-        np.testing.assert_allclose(llm.logits(tokens[:length]), expected[:length], rtol=0, atol=TOLERANCE)
-
-
-def test_decoding_equals_one_pass_of_transformers(model):
-    """More prompts than rows, of different lengths; and NaN in every cell that is not valid
-    changes nothing: neither a token nor, bit by bit, a logit."""
-    llm, path = model
-    prompts, shares = random_prompts([7, 16, 33, 1, 24], seed=1), []
-    tokens = tokens_of(llm, prompts, GREEDY)
-    for prompt, out in zip(prompts, tokens, strict=True):
+    prompts, shares = random_prompts([7, 16, 33, 1, 24, MAX_LEN - 6], seed=1), []
+    logits, tokens = logits_and_tokens(llm, prompts, 30)
+    for prompt, of_prompt, out in zip(prompts, logits, tokens, strict=True):
+        expected = reference(path, prompt)
+        np.testing.assert_allclose(of_prompt, expected, rtol=0, atol=TOLERANCE)
         assert_greedy(path, prompt, out)
-    logits = llm.logits(prompts[2])
+    assert expected.std() > 0.9
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
-        assert tokens_of(llm, prompts, GREEDY) == tokens
-        np.testing.assert_array_equal(llm.logits(prompts[2]), logits)
+        again, same = logits_and_tokens(llm, prompts, 30)
+    assert same == tokens
+    np.testing.assert_array_equal(np.concatenate(again), np.concatenate(logits))
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
 
