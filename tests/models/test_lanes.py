@@ -86,12 +86,9 @@ def test_decoding_equals_one_pass(alone):
     ("name", "parallel"),
     [
         ("delay 1", "tp=4"),
-        pytest.param("delay 1", "tp=2,dp=2", marks=pytest.mark.slow),
-        pytest.param("delay 1", "cp=2,tp=4", marks=pytest.mark.slow),
+        pytest.param("delay 1", "dp=2,cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("delay 2", "tp=8", marks=pytest.mark.slow),
         pytest.param("nothing early", "tp=4", marks=pytest.mark.slow),
-        pytest.param("nothing", "tp=2", marks=pytest.mark.slow),
-        pytest.param("early alone", "tp=4", marks=pytest.mark.slow),
     ],
 )
 def test_meshes_give_the_same(name, parallel, paths):
@@ -108,7 +105,6 @@ def test_meshes_give_the_same(name, parallel, paths):
 def test_large_sums_are_made_at_once(paths, monkeypatch):
     """As those of long chunks are; here all of them."""
     monkeypatch.setattr(lanes, "MOST_BYTES", 0)
-    test_meshes_give_the_same("nothing early", "tp=4", paths)
     test_meshes_give_the_same("delay 1", "tp=2", paths)
     for name in ("delay 2", "nothing early"):
         recorded, estimated = collectives(config_from_hf(CASES[name]), "tp=4")

@@ -31,7 +31,7 @@ from tests.helpers.tokenizer import VOCAB, write_tokenizer
 from tests.models.test_parity import one_pass
 
 TOLERANCE = 1e-4
-BUCKETS = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
+BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 # States that are drawn, as in published models.
 DRAWN = HUGINN | {"state_init": "like-init"}
@@ -99,13 +99,16 @@ def test_weights_are_stored_once_and_never_copied():
 
 
 def test_decoding_equals_one_pass(parcae):
-    """Prompts of different lengths share four rows, and the longest ends at the last position."""
+    """Prompts of different lengths share four rows, and the longest ends at the last position. What is not valid may
+    hold NaN."""
     prompts = random_prompts([7, 8, 17, 33, 1, MAX_LEN - 30], seed=1)
     first = tokens_of(parcae, prompts, GREEDY)
     assert tokens_of(parcae, prompts, GREEDY) == first  # now from pages of the first time
     for prompt, tokens in zip(prompts, first, strict=True):
         logits = looped_logits(PARCAE, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
+    with before_each_dispatch(parcae, poison):
+        assert tokens_of(parcae, prompts, GREEDY) == first
 
 
 @pytest.mark.slow
@@ -122,28 +125,16 @@ def test_states_are_drawn_by_position(huginn):
     assert np.abs(huginn.logits(prompts[0]) - zero).max() > 0.01
 
 
-def test_poison_changes_nothing(parcae):
-    prompts = random_prompts([20, 1, 33, 16, 4], seed=3)
-    expected = tokens_of(parcae, prompts, GREEDY)
-    with before_each_dispatch(parcae, poison):
-        assert tokens_of(parcae, prompts, GREEDY) == expected
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        pytest.param("parcae", {"parallel": "tp=2,dp=2"}, marks=pytest.mark.slow),
-        pytest.param("huginn", {"parallel": "cp=2,tp=2"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"speculation": "ngram:3"}, marks=pytest.mark.slow),
-        pytest.param("parcae", {"max_adapters": 2}, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+    [("huginn", {"parallel": "dp=2,cp=2,tp=2"}), ("parcae", {"speculation": "ngram:3", "max_adapters": 2})],
+    ids=["devices", "drafts and adapters"],
 )
 def test_tokens_are_the_same(name, options, paths, request):
     prompts = random_prompts([20, 7, 33, 12], seed=4)
     expected = tokens_of(request.getfixturevalue(name), prompts, GREEDY)
-    buckets = replace(BUCKETS, prefill=BUCKETS.prefill[-1:])
-    assert tokens_of(build_llm(paths[name], buckets, **options), prompts, GREEDY) == expected
+    assert tokens_of(build_llm(paths[name], BUCKETS, **options), prompts, GREEDY) == expected
 
 
 @pytest.mark.slow

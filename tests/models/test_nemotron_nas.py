@@ -13,11 +13,13 @@ from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.models.ffn_fusion import fused_layers
 from inferlib.programs.unsettled import has_states
-from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
+from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.helpers.oracle import reference_logits
+from tests.helpers.poison import tokens_of
 from tests.helpers.searched import make_searched
 from tests.models.test_parity import one_pass
 
+BUCKETS = Buckets(prefill=(16,), batch=(2,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -28,34 +30,32 @@ def paths(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def llm(paths) -> LLM:
-    return build_llm(paths[1], Buckets(prefill=(8, 16), batch=(2,), cache=(MAX_LEN,)))
+    return build_llm(paths[1], BUCKETS)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_logits_equal_those_of_the_whole_model(paths, stacked):
+def test_logits_equal_those_of_the_whole_model(paths):
     whole, searched = paths
     tokens = np.array(random_prompts([40])[0], np.int32)
     expected = reference_logits(whole, tokens)
     assert expected.std() > 0.9
-    np.testing.assert_allclose(one_pass(searched, tokens, stacked=stacked), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(one_pass(searched, tokens, stacked=True), expected, rtol=0, atol=1e-4)
 
 
-def test_layers_without_attention_keep_nothing_of_a_row(llm):
+def test_layers_without_attention_keep_nothing_of_a_row(llm, paths):
     """So prompts that begin alike share pages without snapshots."""
     assert not has_states(llm.model_config)
     assert not llm.engine.plan.snapshots
     prompt, before = random_prompts([48])[0], llm.stats.cached_tokens
-    first, second = (llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for _ in range(2))
+    first, second = (tokens_of(llm, [prompt], GREEDY) for _ in range(2))
     assert first == second
+    assert_greedy(paths[0], prompt, *first)
     assert llm.stats.cached_tokens - before >= 16
 
 
-@pytest.mark.parametrize("parallel", ["tp=2", "cp=2"])
-def test_the_same_tokens_on_a_mesh(llm, paths, parallel):
-    prompts = random_prompts([5, 23])
-    sharded = build_llm(paths[1], Buckets(prefill=(8, 16), batch=(2,), cache=(MAX_LEN,)), parallel=parallel)
-    got, want = ([out.outputs[0].token_ids for out in x.generate(prompts, GREEDY)] for x in (sharded, llm))
-    assert got == want
+def test_the_same_logits_on_a_mesh(paths):
+    (prompt,) = random_prompts([23])
+    logits = build_llm(paths[1], BUCKETS, parallel="cp=2,tp=2").logits(prompt)
+    np.testing.assert_allclose(logits, reference_logits(paths[0], prompt), rtol=0, atol=1e-4)
 
 
 def test_feed_forwards_that_follow_one_another_can_be_fused(llm):
