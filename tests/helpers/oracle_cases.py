@@ -210,15 +210,16 @@ _TWO_LINEAR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", _FULL
 
 CASES = [
     Case("llama", "llama"),
-    Case("llama-tied", "llama", {"tie_word_embeddings": True}),
-    Case("llama-biases", "llama", {"attention_bias": True, "mlp_bias": True}),
-    Case("llama-mha", "llama", {"num_key_value_heads": None, "head_dim": None}),
-    Case("llama-gelu", "llama", {"hidden_act": "gelu"}),
+    Case(
+        "llama-options",
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+        | {"num_key_value_heads": None, "head_dim": None},
+    ),
     Case("llama-linear", "llama", _rope("linear", factor=4.0)),
     Case("llama-dynamic-within", "llama", _rope("dynamic", factor=2.0)),
     Case("llama-dynamic-beyond", "llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20}),
     Case("llama-llama3", "llama", _LLAMA3),
-    Case("llama-yarn", "llama", _rope("yarn", **_YARN)),
     Case("llama-yarn-mscale", "llama", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7, truncate=False)),
     Case("llama-yarn-factor", "llama", _rope("yarn", **_YARN, attention_factor=0.8, beta_fast=16, beta_slow=2)),
     Case("mistral", "mistral"),
