@@ -23,7 +23,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import make_model
 
-SMALL = dict(steps=6, batch=8, length=24, unroll=3, draft_vocab=64, warmup=1, save_every=2, log_every=1, devices=1)
+SMALL = dict(steps=6, batch=8, length=24, unroll=2, draft_vocab=64, warmup=1, save_every=2, log_every=1, devices=1)
 
 
 @pytest.fixture(scope="module")

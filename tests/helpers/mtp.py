@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.oracle import make_checkpoint
 
-MTP_LAYERS = 3  # of a target
+MTP_LAYERS = 2  # of a target
 QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm", "eh_proj": "fc"}
 
 
@@ -22,8 +22,8 @@ def is_qwen(family: str) -> bool:
 
 
 def make_target(folder: Path, family: str) -> Path:
-    """A checkpoint with a layer for predicting further tokens beside its own 3; `reference` is a model of all 4."""
-    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    """A checkpoint with a layer for predicting further tokens beside its own 2; `reference` is a model of all 3."""
+    kinds = ["linear_attention", "full_attention", "full_attention"]
     kinds = {"layer_types": kinds} if is_qwen(family) else {}
     path = make_checkpoint(folder, family, num_hidden_layers=MTP_LAYERS + 1, **kinds)
     tensors, hf = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())

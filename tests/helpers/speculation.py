@@ -25,9 +25,10 @@ def options(**more) -> SamplingParams:
     return SamplingParams(**{"seed": 5, "temperature": 0.9, "max_tokens": 26, "ignore_eos": True} | more)
 
 
-# Some prompts begin alike, and some outputs are as long as the cache allows.
+# Some prompts begin alike, and some outputs are as long as the cache allows. All have log-probabilities, so that there
+# are programs of one mode.
 JOBS: list[Job] = [
-    (TAILS[0], options(top_k=9, logprobs=2)),
+    (TAILS[0], options(top_k=9)),
     (TRUNK + TAILS[1], options(top_p=0.8, repetition_penalty=1.4, presence_penalty=0.3, max_tokens=19)),
     (TRUNK + TAILS[0], options(min_p=0.05, frequency_penalty=0.7, max_tokens=64 - 34 - 4)),
     (TRUNK[:20], options(logit_bias={9: 6.0, 40: 6.0, 41: 5.0}, bad_words=[[9, 40], [41]])),
@@ -36,9 +37,9 @@ JOBS: list[Job] = [
     (TAILS[2], GREEDY),
     (TAILS[3], options(max_tokens=1)),
 ]
-
-# With log-probabilities of each.
-LOGGED = [(prompt, dataclasses.replace(params, logprobs=1)) for prompt, params in JOBS]
+JOBS = [(prompt, dataclasses.replace(params, logprobs=1 + i % 2)) for i, (prompt, params) in enumerate(JOBS)]
+# Greedy, which is a mode of smaller programs.
+LONGER = [(p, dataclasses.replace(GREEDY, max_tokens=28)) for p in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
 
 # Answers of three tokens alone, so that many drafts stand.
 IDS = [9, 40, 41]
@@ -98,13 +99,13 @@ def counted_drafts(text: Sequence[int], cells: int, drafts: Callable[[int], Sequ
 def assert_nothing_compiles(drafting: Callable[[], LLM], without: LLM) -> LLM:
     """Batches and streams of a model that drafts, whose programs are compiled: the tokens of one that does not. Returns
     the model that drafts."""
-    expected, text = run(without, LOGGED), "".join(without.stream(*LOGGED[6]))
+    expected, text = run(without, JOBS), "".join(without.stream(*JOBS[6]))
     llm = drafting()
     llm.engine.warmup(("logprobs",))
     before = compilations()
     for _ in range(2):
-        assert_same(run(llm, LOGGED), expected)
-    assert "".join(llm.stream(*LOGGED[6])) == text
+        assert_same(run(llm, JOBS), expected)
+    assert "".join(llm.stream(*JOBS[6])) == text
     assert llm.stats.drafts
     assert compilations() == before
     return llm

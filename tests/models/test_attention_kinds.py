@@ -30,7 +30,7 @@ KINDS = [
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
 ]
 # Other stacked layers decode in `test_cache` and in the tests of speculation.
-STACKED = ["minicpm3", "gemma3n_text"]
+STACKED = ["minicpm3", pytest.param("gemma3n_text", marks=pytest.mark.slow)]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 

@@ -32,17 +32,18 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "scan"),
+    ("family", "sizes", "dtype"),
     [
-        *(("gemma2", "int8", False), ("ministral", "int4", True)),
-        pytest.param("kimi_linear", "fp8", False, marks=pytest.mark.slow),
+        ("gemma2", {}, "int8"),
+        ("ministral", {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}, "int4"),
+        pytest.param("kimi_linear", {}, "fp8", marks=pytest.mark.slow),
     ],
 )
-def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint):
+def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoint):
     """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not. What
     is not valid holds NaN, or other numbers, the second time, and changes nothing."""
-    path, (prompt,), shares = checkpoint(family), random_prompts([45]), []
-    llm = build_llm(path, Buckets((16,), (2,), (64,)), scan=scan, kv_cache_dtype=dtype)
+    path, (prompt,), shares = checkpoint(family, **sizes), random_prompts([45]), []
+    llm = build_llm(path, Buckets((16,), (2,), (64,)), kv_cache_dtype=dtype)
     logits, params = llm.logits(prompt), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=20)
     assert_rounded(logits, reference(path, prompt, dtype), reference(path, prompt))
     outputs = llm.generate([prompt[:20], prompt[20:27]], params)
@@ -166,7 +167,7 @@ def test_what_cannot_be_is_named(checkpoint):
 
 @pytest.mark.slow
 def test_preempted_rows_of_int4_go_on_with_the_same_tokens(llm_of):
-    """Alone, together, and together in fewer pages than the rows need."""
+    """Alone, together, and together in fewer pages than the rows need; of stacked layers."""
     llm, params = llm_of("ministral", True, "int4"), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = random_prompts([40, 30, 20, 10], seed=3)
     alone = [tokens_of(llm, [prompt], params)[0] for prompt in prompts]

@@ -62,6 +62,7 @@ def test_a_step_holds_tiles_of_many_prompts(llama):
     assert llama.stats.dispatches - before == 2  # five tiles, of which a step has four
 
 
+@pytest.mark.slow
 def test_tiles_by_the_kernel_for_gpus_have_the_logits_of_xla(checkpoint):
     """Layers with rings and sinks, and full ones, in bfloat16. Each token takes every expert: where two experts score
     alike, the last bit of attention would choose between them."""

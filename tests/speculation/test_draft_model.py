@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -25,7 +24,7 @@ from tests.helpers.speculation import (
     BUCKETS,
     GREEDY,
     JOBS,
-    LOGGED,
+    LONGER,
     TAILS,
     TRUNK,
     Job,
@@ -37,10 +36,9 @@ from tests.helpers.speculation import (
 )
 
 pytestmark = pytest.mark.usefixtures("counts")
-# What all drafts of the model itself stand for: the others count drafts before them.
-FREE = [(TRUNK, GREEDY), (TAILS[1], options(top_k=9)), (TRUNK + TAILS[3], options(top_p=0.8)), (TRUNK[:20], GREEDY)]
-# Greedy, so that there are programs of one mode.
-LONGER = [(prompt, dataclasses.replace(GREEDY, max_tokens=28)) for prompt, _ in FREE]
+# What all drafts of the model itself stand for: the others count drafts before them. In programs of one mode.
+FREE = [(TRUNK, options(logprobs=1)), (TAILS[1], options(top_k=9, logprobs=1))]
+FREE += [(TRUNK + TAILS[3], options(top_p=0.8, logprobs=1)), (TRUNK[:20], options(logprobs=1))]
 LETTERS = StructuredOutputs(choice=["a b c d e f g h"])
 
 
@@ -75,7 +73,7 @@ def test_all_options_in_one_batch(path, other, without, counts):
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
     assert 0 < llm.stats.accepted_drafts < llm.stats.drafts
-    assert_nothing_is_read_of_what_drafts(llm, LOGGED, without)
+    assert_nothing_is_read_of_what_drafts(llm, JOBS, without)
 
 
 def assert_nothing_is_read_of_what_drafts(llm: LLM, jobs: Sequence[Job], without: LLM) -> None:
@@ -104,11 +102,16 @@ def test_states_that_draft_in_batches_that_change(path, without, checkpoint, cou
     assert_nothing_is_read_of_what_drafts(llm, LONGER, without)
 
 
-def test_the_cache_follows_the_targets(path, without):
+@pytest.fixture(scope="module")
+def twice(path) -> LLM:
+    """A model that drafts for itself."""
+    return drafting(path, path)
+
+
+def test_the_cache_follows_the_targets(twice, without):
     """All drafts of the model itself stand, at any temperature, whatever became of the rows that they are made for; the
     last time where what is not valid holds NaN before each dispatch."""
-    expected, shares = run(without, FREE), []
-    llm = drafting(path, path)
+    expected, shares, llm = run(without, FREE), [], twice
     for _ in range(2):
         assert_same(run(llm, FREE), expected)
     assert llm.engine.scheduler.preemptions
@@ -120,11 +123,10 @@ def test_the_cache_follows_the_targets(path, without):
     assert max(shares) > 0
 
 
-def test_the_cache_is_complete_behind_a_prompt_that_comes_later(path):
+def test_the_cache_is_complete_behind_a_prompt_that_comes_later(twice):
     """A step with a prompt follows one whose drafts all stood, the last of which has no cell yet."""
-    llm = drafting(path, path)
     first, second = (sequence(prompt, 26, options()) for prompt in (TAILS[1], TAILS[4]))
-    with new_engine(llm, in_flight=1) as engine:
+    with new_engine(twice, in_flight=1) as engine:
         for s in (first, second):
             engine.add(s)
             while engine.busy and (s is second or len(s.tokens) < 9):
@@ -188,21 +190,13 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["ministral", "nemotron_h"])
-def test_windows_and_scanned_states(family, path, without, undrafted, checkpoint, counts):
-    """Of models that draft for themselves, and for another one, mostly in vain."""
+def test_windows(undrafted, checkpoint, counts):
+    """Of a model that drafts for itself, whose layers are stacked."""
     counts(3, 0, 1)
-    drafter = checkpoint(family)
+    drafter = checkpoint("ministral")
     llm = drafting(drafter, drafter, scan=True)
-    # A window's draft takes its last token again, and with it what left the window just now.
-    with before_each_dispatch(llm, poison) if family != "ministral" else contextlib.nullcontext():
-        assert_same(run(llm, LONGER), run(undrafted(drafter), LONGER))
-        assert llm.stats.accepted_drafts == llm.stats.drafts > 40
-    llm = drafting(path, drafter)
-    for _ in range(2):
-        assert_same(run(llm, LONGER), run(without, LONGER))
-    assert_accounted(llm.engine)
-    assert llm.stats.accepted_drafts < llm.stats.drafts
+    assert_same(run(llm, LONGER), run(undrafted(drafter), LONGER))
+    assert llm.stats.accepted_drafts == llm.stats.drafts > 40
 
 
 @pytest.mark.slow
@@ -225,16 +219,15 @@ def test_changing_counts_and_batches(path, without, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 10
 
 
-@pytest.mark.parametrize("kind", ["keys", pytest.param("states", marks=pytest.mark.slow)])
-def test_other_devices_prefill(kind, path, states, undrafted, counts):
+@pytest.mark.slow
+def test_other_devices_prefill(states, undrafted, counts):
     """The cells and states of the draft model, too: all drafts stand of a model that drafts for itself."""
     counts(3, 3, 0)
-    model = path if kind == "keys" else states
-    llm = drafting(model, model, prefill_devices=[1], page_size=8)
+    llm = drafting(states, states, prefill_devices=[1], page_size=8)
     for engine in (llm.engine, llm.engine.source.engine):
         poison(engine)
     for _ in range(2):
-        assert_same(run(llm, LONGER), run(undrafted(model), LONGER))
+        assert_same(run(llm, LONGER), run(undrafted(states), LONGER))
         assert_accounted(llm.engine)
         assert_accounted(llm.engine.source.engine)
     assert llm.stats.handed_tokens > 40
@@ -254,20 +247,9 @@ def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, other, undrafted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["ministral", "minicpm3"])
-def test_a_draft_beside_windows_and_latents(family, path, undrafted, checkpoint):
-    """Rings and latents of the target have nothing to do with the pages of a model that drafts."""
-    jobs = [(TRUNK, GREEDY), (TRUNK[:30] + TAILS[3], GREEDY)]
-    llm = build_llm(checkpoint(family), BUCKETS, decode_steps=2, speculation=f"draft:{path}:3")
-    for _ in range(2):
-        assert_same(run(llm, jobs), run(undrafted(checkpoint(family)), jobs))
-    assert llm.stats.drafts
-
-
-@pytest.mark.slow
 def test_replicas_heads_and_positions_on_several_devices(checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
-    jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
+    jobs = [(prompt, params) for prompt, params in JOBS if params.n == 1]
     expected = run(build_llm(path, buckets), jobs)
     llm = build_llm(path, buckets, parallel="dp=2,cp=2,tp=2", decode_steps=2, speculation=f"draft:{path}:3")
     assert_same(run(llm, jobs), expected)

@@ -19,7 +19,7 @@ from tests.helpers.speculation import BUCKETS as SHORT
 from tests.helpers.speculation import (
     GREEDY,
     JOBS,
-    LOGGED,
+    LONGER,
     MIXED,
     TAILS,
     TRUNK,
@@ -62,12 +62,12 @@ def assert_all_kinds(llm: LLM) -> None:
 def test_states_have_tokens_that_stand(checkpoint, undrafted, counts):
     """Of rows that go on from snapshots, lose their pages, end within a step, and decode without drafts in between."""
     counts(3, 3, 0)
-    path, jobs = checkpoint("olmo_hybrid"), JOBS[1:7]
-    expected = run(undrafted(path), jobs)
+    path = checkpoint("olmo_hybrid")
+    expected = run(undrafted(path), LONGER)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
     llm = tight(path, SHORT, decode_steps=3, speculation=speculation)
     for _ in range(2):
-        assert_same(run(llm, jobs), expected)
+        assert_same(run(llm, LONGER), expected)
     assert_all_kinds(llm)
 
 
@@ -105,19 +105,20 @@ def test_bucket_edges_and_changing_counts(path, without, counts):
         assert_same(run(llm, [job]), [wanted])
 
 
-# Experts; chunked attention; caches of other layers; int8; windows in rings; stacked layers; and states of each kind,
-# beside latents too. Sinks and further latents are below, on several devices.
+# Chunked attention; caches of other layers; windows in rings, of int8 and stacked; and states, beside latents too, and
+# stacked. Experts, sinks and further latents are below, on several devices.
+CHUNKED = {"num_hidden_layers": 1, "no_rope_layers": (1,), "interleave_moe_layer_step": 2}
+SHARED = {"num_hidden_layers": 2, "layer_types": ("full_attention",) * 2, "num_kv_shared_layers": 1}
+SMALLER: dict[str, dict[str, Any]] = {
+    "llama4_text": CHUNKED,
+    "gemma3n_text": SHARED | {"activation_sparsity_pattern": (0.7, 0.7)},
+}
 KINDS = {
-    "qwen3_moe": {},
     "llama4_text": {},
     "gemma3n_text": {},
-    "llama": {"kv_cache_dtype": "int8", "scan": True},
-    "ministral": {"scan": True},
-    "qwen3_5_text": {"scan": True},
+    "ministral": {"kv_cache_dtype": "int8", "scan": True},
     "nemotron_h": {"scan": True},
     "kimi_linear": {},
-    "minimax": {"scan": True},
-    "lfm2": {},
 }
 
 
@@ -125,7 +126,7 @@ KINDS = {
 @pytest.mark.parametrize("family", KINDS)
 def test_kinds_of_layers(family, checkpoint, undrafted):
     """What is not valid holds NaN before each dispatch."""
-    path, more, shares = checkpoint(family), KINDS[family], []
+    path, more, shares = checkpoint(family, **SMALLER.get(family, {})), KINDS[family], []
     jobs = [(TRUNK, GREEDY), (TAILS[1], GREEDY), (TAILS[2], GREEDY)]
     expected = run(undrafted(path, **more), jobs)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
@@ -139,7 +140,7 @@ def test_kinds_of_layers(family, checkpoint, undrafted):
 # Sizes that kernels take.
 SIZES: dict[str, dict[str, Any]] = {
     "minicpm3": dict(kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=128, num_hidden_layers=1),
-    "ministral": {"head_dim": 128, "num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")},
+    "ministral": {"head_dim": 128, "num_hidden_layers": 1, "layer_types": ("sliding_attention",)},
     "llama": {"num_hidden_layers": 1},
 }
 WIDE = Buckets(prefill=(16,), batch=(2,), cache=(128,))
@@ -156,13 +157,11 @@ def without_kernels(checkpoint):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("ministral", TPU),
         ("ministral", TPU | {"parallel": "cp=2"}),
-        ("minicpm3", GPU),
         ("llama", GPU),
         ("minicpm3", GPU | {"parallel": "cp=2"}),
     ],
-    ids=["tpu", "tpu cp", "gpu latents", "gpu", "gpu latents cp"],
+    ids=["tpu cp", "gpu", "gpu latents cp"],
 )
 def test_kernels_that_take_several_queries_of_a_row(family, options, checkpoint, without_kernels):
     """Some rows end within a step, whose other cells are not written."""
@@ -185,43 +184,31 @@ OF_ALL_KINDS = ("mamba", "attention", "mlp")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "sizes", "parallel", "jobs"),
+    ("family", "sizes", "parallel"),
     [
-        # Sampled: heads, their states and the vocabulary in parts, on two replicas.
-        ("nemotron_h", {"layers_block_type": OF_ALL_KINDS}, "dp=2,tp=4", [job for job in JOBS[1:] if job[1].n == 1]),
-        ("qwen3_moe", {}, "dp=4,ep=2", MESH_JOBS),
-        # Positions that are split: windows that do not divide into them, with sinks; latents.
-        ("gpt_oss", {"sliding_window": 6}, "cp=4,dp=2", MESH_JOBS),
-        ("minicpm3", {}, "cp=2,tp=2,rules=tp2d", MESH_JOBS),
+        # Heads, their states and the vocabulary in parts, on two replicas.
+        ("nemotron_h", {"layers_block_type": OF_ALL_KINDS}, "dp=2,tp=4"),
+        # Positions that are split: windows that do not divide into them, with sinks, beside experts; latents.
+        ("gpt_oss", {"sliding_window": 6}, "cp=4,ep=2"),
+        ("minicpm3", {}, "cp=2,tp=2,rules=tp2d"),
     ],
-    ids=["heads and states", "experts", "positions", "positions of latents"],
+    ids=["heads and states", "positions and experts", "positions of latents"],
 )
-def test_eight_devices(family, sizes, parallel, jobs, checkpoint):
+def test_eight_devices(family, sizes, parallel, checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint(family, **sizes)
-    expected = run(build_llm(path, buckets), jobs)
+    expected = run(build_llm(path, buckets), MESH_JOBS)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
     llm = build_llm(path, buckets, parallel=parallel, decode_steps=2, speculation=speculation)
-    assert_same(run(llm, jobs), expected)
+    assert_same(run(llm, MESH_JOBS), expected)
     assert llm.engine.stats.accepted_drafts
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_warm_up(path, without, counts):
+def test_nothing_compiles_after_the_warm_up(path, without, expected, counts):
     """All options in one batch, as above, where branches are cheap. Neither with drafts nor without, in batches of any
     size, and streams."""
     counts(0, 1, 3)
-    speculation = Speculation(drafter_of(run(without, LOGGED), *MIXED), tokens=3)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
     buckets = dataclasses.replace(BUCKETS, cache=(64,))
     drafting = lambda: tight(path, buckets, decode_steps=2, speculation=speculation)  # noqa: E731
     assert_all_kinds(assert_nothing_compiles(drafting, without))
-
-
-@pytest.mark.slow
-def test_beside_functions_that_change_logits(path, without):
-    """Dispatches with such rows draft nothing, and others do."""
-    jobs = [(TAILS[0], replaced(logits_processors=[lambda tokens, logits: logits], max_tokens=8)), (TAILS[2], GREEDY)]
-    expected = run(without, jobs)
-    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(path, without.config.buckets, decode_steps=3, speculation=speculation)
-    assert_same(run(llm, jobs), expected)
-    assert llm.engine.stats.accepted_drafts

@@ -12,7 +12,6 @@ import pytest
 from inferlib import Buckets, Speculation, StructuredOutputs
 from inferlib.outputs import RequestOutput
 from inferlib.programs.counter import compilations
-from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
 from tests.helpers.json_schemas import random_schema
 from tests.helpers.llms import build_llm, random_prompts
@@ -26,7 +25,7 @@ PLACE |= {"required": ["place", "seat"], "additionalProperties": False}
 OBJECT = StructuredOutputs(json=PLACE, whitespace_pattern="")
 JOBS = [
     (TAILS[0], dataclasses.replace(GREEDY, structured_outputs=OBJECT, ignore_eos=False, max_tokens=50)),
-    (TRUNK[:20], options(structured_outputs=OBJECT, ignore_eos=False, max_tokens=44, logprobs=2)),
+    (TRUNK[:20], options(structured_outputs=OBJECT, ignore_eos=False, max_tokens=44)),
     (TAILS[2], options(structured_outputs=PLACES, max_tokens=40)),
     # The grammar ends where no end may be chosen, its tokens where drafts are left, and a stop token amid drafts.
     (TRUNK, options(structured_outputs=PLACES, min_tokens=28, max_tokens=30)),
@@ -35,7 +34,8 @@ JOBS = [
     (TAILS[5], options(structured_outputs=StructuredOutputs(choice=["no"], after="e"), max_tokens=50)),
     (TAILS[6], dataclasses.replace(GREEDY, max_tokens=60)),
 ]
-UNLOGGED = [(prompt, dataclasses.replace(params, logprobs=None)) for prompt, params in JOBS]
+JOBS = [(prompt, dataclasses.replace(params, temperature=0.9, seed=5)) for prompt, params in JOBS]  # all sampled
+GREEDILY = [(prompt, dataclasses.replace(params, temperature=0.0)) for prompt, params in JOBS]
 
 
 @pytest.fixture
@@ -57,15 +57,15 @@ def states(checkpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(without) -> list[RequestOutput]:
-    return run(without, JOBS)
+    return run(without, GREEDILY)
 
 
 def test_tokens_are_those_without(path, without, expected):
     """With rows that lose their pages; the second time from the cache, where what is not valid holds NaN."""
     llm = tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")
-    assert_same(run(llm, JOBS), expected)
+    assert_same(run(llm, GREEDILY), expected)
     with before_each_dispatch(llm, poison):
-        assert_same(run(llm, JOBS), expected)
+        assert_same(run(llm, GREEDILY), expected)
     assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.accepted_drafts
@@ -85,39 +85,34 @@ def test_forced_tokens_take_fewer_steps(path, without):
     assert stats.dispatches <= 3 + count // 4
 
 
+# ---- further cases
+
+
+@pytest.mark.slow
 def test_states_take_the_forced_tokens_that_stand(states, undrafted):
     """With rows that lose their pages; the second time where states and cells that are not valid hold NaN."""
-    expected = run(undrafted(states), UNLOGGED)
+    expected = run(undrafted(states), GREEDILY)
     llm = tight(states, BUCKETS, decode_steps=2, speculation="ngram:3")
-    assert_same(run(llm, UNLOGGED), expected)
+    assert_same(run(llm, GREEDILY), expected)
     with before_each_dispatch(llm, poison):
-        assert_same(run(llm, UNLOGGED), expected)
+        assert_same(run(llm, GREEDILY), expected)
     assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.accepted_drafts > 40
 
 
-# ---- further cases
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft", "eagle3", "mesh"])
-def test_beside_models_that_draft_and_on_a_mesh(method, path, without, tmp_path):
+def test_beside_a_model_that_drafts_and_on_a_mesh(path, expected):
     """What a model has of its cache follows: drafts of the model itself all stand, behind the forced ones of others."""
-    if method == "mesh":
-        llm = build_llm(path, BUCKETS, parallel="dp=2,tp=2", speculation="ngram:3")
-    else:
-        model = path if method == "draft" else make_head(tmp_path / "head", path, 40)
-        llm = tight(path, BUCKETS, decode_steps=3, speculation=Speculation(method, 3, model))
-    assert_same(run(llm, UNLOGGED), run(without, UNLOGGED))
+    speculation = Speculation("draft", 3, path)
+    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=speculation, parallel="dp=2,tp=2")
+    assert_same(run(llm, GREEDILY), expected)
     assert_accounted(llm.engine)
     assert llm.stats.accepted_drafts
-    if method == "draft":
-        before = dataclasses.replace(llm.stats)
-        jobs = [JOBS[0], (TAILS[6], dataclasses.replace(GREEDY, max_tokens=40))]
-        run(llm, jobs)
-        stats = llm.stats
-        assert stats.drafts - before.drafts == stats.accepted_drafts - before.accepted_drafts > 20
+    before = dataclasses.replace(llm.stats)
+    run(llm, [GREEDILY[0], (TAILS[6], dataclasses.replace(GREEDY, max_tokens=40))])
+    stats = llm.stats
+    assert stats.drafts - before.drafts == stats.accepted_drafts - before.accepted_drafts > 20
 
 
 @pytest.mark.slow
@@ -134,25 +129,11 @@ def test_answers_to_random_schemas(path):
 
 
 @pytest.mark.slow
-def test_scanned_states_on_a_mesh(undrafted, checkpoint):
-    path = checkpoint("nemotron_h")
-    llm = build_llm(path, BUCKETS, scan=True, parallel="dp=2,tp=2", speculation="ngram:3")
-    assert_same(run(llm, UNLOGGED), run(undrafted(path), UNLOGGED))
-    assert_accounted(llm.engine)
-    assert llm.stats.accepted_drafts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["keys", "states"])
-def test_nothing_compiles_after_the_warm_up(kind, path, states, undrafted):
-    """With keys in the mode that does most; with states greedy, as states know no mode."""
-    changes = {"logprobs": 2} if kind == "keys" else {"logprobs": None, "temperature": 0.0}
-    jobs = [(prompt, dataclasses.replace(params, **changes)) for prompt, params in JOBS]
-    model, mode = (path, "logprobs") if kind == "keys" else (states, "greedy")
-    expected = run(undrafted(model), jobs)
-    llm = tight(model, BUCKETS, decode_steps=2, speculation="ngram:3")
-    llm.warmup((mode, "processed"))
+def test_nothing_compiles_after_the_warm_up(path, without):
+    expected = run(without, JOBS)
+    llm = tight(path, BUCKETS, decode_steps=2, speculation="ngram:3")
+    llm.warmup(("sample", "processed"))
     before = compilations()
-    assert_same(run(llm, jobs), expected)
+    assert_same(run(llm, JOBS), expected)
     assert llm.stats.accepted_drafts
     assert compilations() == before
