@@ -29,8 +29,9 @@ from tests.helpers.oracle_cases import SMOLLM2_HEADS
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+# All with log-probabilities, so that one program chooses tokens.
 MIXED = [
-    SamplingParams(temperature=0.8, top_p=0.9, bad_words=[[t] for t in range(60, 90)], ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, bad_words=[[t] for t in range(60, 90)], logprobs=1, ignore_eos=True),
     SamplingParams(temperature=0.9, top_k=5, repetition_penalty=1.2, logprobs=3, ignore_eos=True),
     SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2, logprobs=20, ignore_eos=True),
     SamplingParams(
@@ -38,6 +39,7 @@ MIXED = [
         min_p=0.05,
         logit_bias={6: 2.0, 130: 3.0},
         allowed_token_ids=range(0, 131, 2),
+        logprobs=1,
         ignore_eos=True,
     ),
 ]
@@ -153,15 +155,14 @@ def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="session")
 def expected(engine_of) -> Callable:
-    """`expected(what, shape)`: "logits", "greedy", "greedy with logits" or "mixed" on one device."""
+    """`expected(what, shape)`: "logits", or "greedy" tokens with the logits of their prompts, on one device."""
 
     @functools.cache
     def compute(what: str, shape: str):
         engine = engine_of(shape)
         if what == "logits":
             return logits(engine)
-        detail = "logits" if what == "greedy with logits" else ""
-        return run(engine, requests(MIXED if what == "mixed" else [GREEDY], seed=2, detail=detail))
+        return run(engine, requests([GREEDY], seed=2, detail="logits"))
 
     return compute
 
@@ -195,3 +196,13 @@ def logits(engine: Engine) -> np.ndarray:
 def assert_same_logits(engine, shape: str, expected) -> None:
     want = expected("logits", shape)
     assert np.abs(logits(engine) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def assert_same_logits_and_tokens(engine: Engine, shape: str, expected) -> None:
+    """Of one run, which also returns the logits of its prompts: two programs instead of four."""
+    got, want = run(engine, requests([GREEDY], seed=2, detail="logits")), expected("greedy", shape)
+    assert [s.tokens for s in got] == [s.tokens for s in want]
+    assert [len(s.tokens) for s in got] == [8 + i for i in range(len(LENGTHS))]
+    prompts, wanted = (np.concatenate([np.concatenate(s.prompt_details) for s in each]) for each in (got, want))
+    vocab = engine.model.config.vocab
+    assert np.abs(prompts[:, :vocab] - wanted[:, :vocab]).max() < 2e-5 * np.abs(wanted[:, :vocab]).max()

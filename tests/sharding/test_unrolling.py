@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inferlib import Buckets, SamplingParams, configs
+from inferlib import Buckets, configs
 from inferlib.config import DeviceKind, EngineOptions
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
@@ -18,6 +18,7 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.unrolling import MOST_LAYERS
 from tests.helpers.llms import build_llm
+from tests.helpers.sequences import logits_and_tokens
 
 
 def resolved(
@@ -90,17 +91,16 @@ def test_the_cost_model_says_so_too(name):
     assert times[True].seconds <= times[False].seconds
 
 
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_tokens_and_probabilities_are_those_of_scanned_layers(quantization, checkpoint):
-    """On a mesh of CPUs, bit for bit, and nothing compiles after the start."""
+def test_tokens_and_logits_are_those_of_scanned_layers(checkpoint):
+    """On a mesh of CPUs, bit for bit."""
     sizes = Buckets(prefill=(8,), batch=(4,), cache=(64,))
-    options = dict(parallel="tp=2", platform="tpu", quantization=quantization, free_layouts=False)
-    prompts, params = [[3, 1, 4, 1, 5], [9, 2, 6]], SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+    options = dict(parallel="tp=2", platform="tpu", free_layouts=False)
     results = []
     for form in ({"backend": "xla"}, {"backend": "xla", "scan": True}):
         llm = build_llm(checkpoint("llama"), sizes, **options, **form)
         assert llm.config.scan == form.get("scan", False)
-        outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
-        results.append([(o.token_ids, [list(p.items()) for p in o.logprobs]) for o in outputs])
-    assert results[0] == results[1]
-    assert np.size(results[0][0][0]) == 12
+        results.append(logits_and_tokens(llm, [[3, 1, 4, 1, 5], [9, 2, 6]], 12))
+    (logits, tokens), (expected, wanted) = results
+    assert tokens == wanted
+    np.testing.assert_array_equal(np.concatenate(logits), np.concatenate(expected))
+    assert [len(of_prompt) for of_prompt in tokens] == [12, 12]
