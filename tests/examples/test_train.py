@@ -84,11 +84,8 @@ PASS = jax.jit(logits_of, static_argnums=0)
     [
         ("b", "diagonal"),
         pytest.param("b", "linear", marks=pytest.mark.slow),
-        pytest.param("b", "add", marks=pytest.mark.slow),
         pytest.param("c", "diagonal", marks=pytest.mark.slow),
-        pytest.param("d-tensor", "diagonal", marks=pytest.mark.slow),
         pytest.param("d-delayed", "diagonal", marks=pytest.mark.slow),
-        pytest.param("d-none", "diagonal", marks=pytest.mark.slow),
     ],
 )
 def test_the_written_model_gives_the_logits_that_were_trained(preset, injection, tmp_path):
@@ -96,13 +93,12 @@ def test_the_written_model_gives_the_logits_that_were_trained(preset, injection,
     save_model(tmp_path, hf, model, weights)
     logits = PASS(model, weights, TOKENS, 8)[1]
     assert np.std(logits) > 0.1
-    np.testing.assert_allclose(one_pass(tmp_path, TOKENS[1], stacked=False), logits, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(one_pass(tmp_path, TOKENS[1], stacked=True), logits, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["a", "b", "d-delayed"])
-def test_decoding_is_the_pass_of_training(preset, tmp_path):
-    hf, model, weights = drawn(preset)
+def test_decoding_is_the_pass_of_training(tmp_path):
+    hf, model, weights = drawn("b")
     save_model(tmp_path, hf, model, weights)
     half, buckets = LENGTH // 2, Buckets(prefill=(LENGTH,), batch=(2,), cache=(2 * LENGTH,))
     llm = build_llm(tmp_path, buckets, max_batch=2, max_len=2 * LENGTH)

@@ -129,6 +129,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(model, quantized, texts, wh
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_without_a_teacher_the_texts_teach(quantized, texts, tmp_path):
     result = finetune(quantized, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
     assert result.after < 0.8 * result.before
@@ -145,20 +146,20 @@ def test_the_step_compiles_once(model, quantized, texts, whole):
     assert run.step._cache_size() == 1
 
 
-def test_the_teacher_writes_samples_once(model, quantized, texts, whole, tmp_path, monkeypatch):
+def test_the_teacher_writes_samples_once(model, quantized, texts, tmp_path, monkeypatch):
     """Of the length of rows, each from a token of its own; a run that goes on has them."""
     out, options = tmp_path / "out", settings(samples=5)
     run = open_run(quantized, texts, out, options, teacher=model)
-    known = len(open_run(quantized, texts, whole, settings(), teacher=model).rows.training)
-    samples = run.rows.training[known:]
+    samples = run.rows.training[-5:]
     assert samples.shape == (5, 32)
+    assert len(set(samples[:, 0].tolist())) > 1
     llm = LLM(model, dtype="float32", max_len=32, generation_config="none")
     params = SamplingParams(temperature=1.0, max_tokens=31, ignore_eos=True, seed=3)
     again = llm.generate([samples[3, :1].tolist()], params)[0].outputs[0].token_ids
     assert samples[3, 1:].tolist() == list(again)
     monkeypatch.setattr("inferlib.finetuning.finetune.sample_rows", None)
     resumed = open_run(quantized, texts, out, options, teacher=model)
-    np.testing.assert_array_equal(resumed.rows.training[known:], samples)
+    np.testing.assert_array_equal(resumed.rows.training, run.rows.training)
 
 
 @pytest.mark.slow
@@ -171,11 +172,7 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     ("of", "scheme", "method"),
     [
         ("model", "int4_g32", "nearest"),
-        ("model", "int8", "nearest"),
-        pytest.param("model", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
-        pytest.param("model", "fp8", "nearest", marks=pytest.mark.slow),
         pytest.param("experts", "int8_a8", "nearest", marks=pytest.mark.slow),
-        pytest.param("experts", "fp8_a8", "nearest", marks=pytest.mark.slow),
         pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
     ],
 )
@@ -192,8 +189,9 @@ def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of,
     for spec, one, other in zip(stored.specs, arrays, rounded, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=spec.name)
     tokens = jnp.arange(256).reshape(8, 32)  # so many that inputs are rounded by token
-    _, expected = hidden_states(stored, arrays, tokens)
-    _, hidden = hidden_states(weights.dense, weights.multiplied(trained, scales), tokens)
+    expected = jax.jit(lambda arrays: hidden_states(stored, arrays, tokens)[1])(arrays)
+    multiplied = jax.jit(lambda *of: hidden_states(weights.dense, weights.multiplied(*of), tokens)[1])
+    hidden = multiplied(trained, scales)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=2e-4 * float(jnp.abs(expected).max()))
 
 
@@ -250,7 +248,7 @@ def test_memory_keeps_nothing_of_each_choice_of_a_token(experts):
     "family",
     [
         "granitemoehybrid",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "kimi_linear", "minimax")),
+        pytest.param("kimi_linear", marks=pytest.mark.slow),
     ],
 )
 def test_recurrent_layers_have_gradients(family, tmp_path):
@@ -293,6 +291,7 @@ def test_other_options_need_another_directory(model, quantized, texts, whole):
         finetune(quantized, texts, whole, settings(lr=0.01), teacher=model)
 
 
+@pytest.mark.slow
 def test_layers_without_gradients_are_refused_by_the_name_of_the_family(
     quantized_experts, texts, tmp_path, monkeypatch
 ):

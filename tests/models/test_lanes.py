@@ -88,7 +88,6 @@ def test_decoding_equals_one_pass(alone):
         ("delay 1", "tp=4"),
         pytest.param("delay 1", "dp=2,cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("delay 2", "tp=8", marks=pytest.mark.slow),
-        pytest.param("nothing early", "tp=4", marks=pytest.mark.slow),
     ],
 )
 def test_meshes_give_the_same(name, parallel, paths):

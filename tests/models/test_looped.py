@@ -35,6 +35,7 @@ BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 # States that are drawn, as in published models.
 DRAWN = HUGINN | {"state_init": "like-init"}
+DEPTHWISE = {"early_exit": True, "depthwise_batching": True}
 # As wide as kernels for TPUs need.
 WIDE = {"n_embd": 128, "recurrent_embedding_dimension": 128, "intermediate_size": 256}
 WIDE |= {"recurrent_intermediation_embedding_dimension": 256, "n_layers_in_prelude": 1, "n_layers_in_coda": 1}
@@ -138,16 +139,16 @@ def test_tokens_are_the_same(name, options, paths, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"early_exit": True, "depthwise_batching": True}], ids=["passes", "depthwise"])
-def test_weights_on_chip_change_no_token(options, tmp_path):
+def test_weights_on_chip_change_no_token(tmp_path):
+    """Where tokens leave the core one by one."""
     path, buckets = make_looped(tmp_path / "wide", PARCAE | WIDE), Buckets(prefill=(16,), batch=(2,), cache=(32,))
     write_tokenizer(path)
     memory, on_chip = (
-        build_llm(path, buckets, dtype="bfloat16", quantization="int8", backend=backend, **options)
+        build_llm(path, buckets, dtype="bfloat16", quantization="int8", backend=backend, **DEPTHWISE)
         for backend in (Backend(matmul="pallas_tpu"), Backend(matmul="pallas_tpu", loop_weights="pallas_tpu"))
     )
     assert on_chip.engine.programs.choices.fallbacks == {}
-    sampling = replace(GREEDY, exit_threshold=0.1) if options else GREEDY
+    sampling = replace(GREEDY, exit_threshold=0.1)
 
     def of(llm: LLM) -> tuple[list[list[int]], np.ndarray]:
         """Tokens, and logits of prompts, of one run: kernels are interpreted."""

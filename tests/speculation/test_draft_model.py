@@ -193,7 +193,7 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 def test_windows(undrafted, checkpoint, counts):
     """Of a model that drafts for itself, whose layers are stacked."""
     counts(3, 0, 1)
-    drafter = checkpoint("ministral")
+    drafter = checkpoint("ministral", num_hidden_layers=2, layer_types=("sliding_attention",) * 2)
     llm = drafting(drafter, drafter, scan=True)
     assert_same(run(llm, LONGER), run(undrafted(drafter), LONGER))
     assert llm.stats.accepted_drafts == llm.stats.drafts > 40
