@@ -38,7 +38,8 @@ JOBS: list[Job] = [
     (TAILS[3], options(max_tokens=1)),
 ]
 JOBS = [(prompt, dataclasses.replace(params, logprobs=1 + i % 2)) for i, (prompt, params) in enumerate(JOBS)]
-# Greedy, which is a mode of smaller programs.
+# Sampled, one row for each, without log-probabilities; and greedy: modes of smaller programs.
+SAMPLED = [(p, dataclasses.replace(x, logprobs=None)) for p, x in JOBS if x.n == 1 and x.temperature]
 LONGER = [(p, dataclasses.replace(GREEDY, max_tokens=28)) for p in (TRUNK, TAILS[1], TRUNK + TAILS[3], TRUNK[:20])]
 
 # Answers of three tokens alone, so that many drafts stand.

@@ -25,6 +25,7 @@ from tests.helpers.speculation import (
     GREEDY,
     JOBS,
     LONGER,
+    SAMPLED,
     TAILS,
     TRUNK,
     Job,
@@ -249,10 +250,9 @@ def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, other, undrafted
 @pytest.mark.slow
 def test_replicas_heads_and_positions_on_several_devices(checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
-    jobs = [(prompt, params) for prompt, params in JOBS if params.n == 1]
-    expected = run(build_llm(path, buckets), jobs)
+    expected = run(build_llm(path, buckets), SAMPLED)
     llm = build_llm(path, buckets, parallel="dp=2,cp=2,tp=2", decode_steps=2, speculation=f"draft:{path}:3")
-    assert_same(run(llm, jobs), expected)
+    assert_same(run(llm, SAMPLED), expected)
     assert llm.stats.accepted_drafts > 0.6 * llm.stats.drafts
 
 

@@ -26,6 +26,7 @@ from tests.helpers.speculation import (
     GREEDY,
     IDS,
     JOBS,
+    SAMPLED,
     TAILS,
     TRUNK,
     assert_nothing_compiles,
@@ -172,10 +173,9 @@ def test_changing_counts_and_batches(path, head, without, counts):
 )
 def test_kinds_of_engines(path, head, more):
     buckets = dataclasses.replace(BUCKETS, batch=(8,))
-    jobs = [(prompt, params) for prompt, params in JOBS if params.n == 1]
-    wanted = run(build_llm(path, buckets, **{k: x for k, x in more.items() if k == "kv_cache_dtype"}), jobs)
+    wanted = run(build_llm(path, buckets, **{k: x for k, x in more.items() if k == "kv_cache_dtype"}), SAMPLED)
     llm = build_llm(path, buckets, decode_steps=2, speculation=f"eagle3:{head}:3", **more)
-    assert_same(run(llm, jobs), wanted)
+    assert_same(run(llm, SAMPLED), wanted)
     assert llm.stats.accepted_drafts
 
 
