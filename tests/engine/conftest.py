@@ -10,13 +10,13 @@ from inferlib import LLM, Buckets
 from inferlib.engine.fetch_rule import FetchRule
 from tests.helpers.llms import build_llm, new_engine
 from tests.helpers.sequences import GREEDY, run, sequence
-from tests.helpers.shared_beginnings import FEWER, PENALIZED, SAMPLED, build_tight
+from tests.helpers.shared_beginnings import PENALIZED, SAMPLED, build_tight
 
 
 @pytest.fixture(scope="session")
 def tight(checkpoint):
     """`tight(kind)`: a shared LLM whose rows have few pages; see `build_tight`. Take a new engine of it."""
-    return functools.cache(lambda kind: build_tight(checkpoint(kind.split()[0], **FEWER.get(kind, {})), kind))
+    return functools.cache(lambda kind: build_tight(checkpoint(kind.split()[0]), kind))
 
 
 @pytest.fixture(scope="session")

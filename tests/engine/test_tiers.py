@@ -23,12 +23,11 @@ from inferlib.programs.counter import compilations
 from inferlib.sharding.shards import Shards
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
-from tests.helpers.sequences import LEAST, run, sequence
+from tests.helpers.sequences import FOUR_ROWS, LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
-    FAST,
     JOB,
+    ONE_SLOW,
     PAGE,
-    PAGED,
     STRANGERS,
     assert_as_if_alone,
     crowd,
@@ -36,16 +35,14 @@ from tests.helpers.shared_beginnings import (
     prompt_of,
 )
 
-SLOW = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("always_fetched")
-ONE_FIRST = [pytest.param(kind, marks=() if kind == "llama stacked" else SLOW) for kind in PAGED]
 
 
 def page_bytes(llm: LLM) -> int:
     return llm.engine.plan.nbytes // llm.engine.plan.pages
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW if x == "gemma3n_text" else ()) for x in PAGED])
+@pytest.mark.parametrize("kind", ONE_SLOW)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
@@ -121,10 +118,10 @@ def test_what_is_preempted_goes_to_the_host(tight, alone):
         assert engine.source.hit_tokens["host"] >= 32
 
 
-@pytest.mark.parametrize("kind", ONE_FIRST)
-def test_what_was_evicted_comes_back_from_disk(kind, tight, alone, tmp_path):
+def test_what_was_evicted_comes_back_from_disk(tight, alone, tmp_path):
     """Also in another engine."""
-    llm, prompt = tight(kind), prompt_of(40, 0, 8)
+    kind, prompt = "llama stacked", prompt_of(40, 0, 8)
+    llm = tight(kind)
     for hits in (0, 32):
         with new_engine(llm, disk_cache=tmp_path / "pages") as engine:
             s = sequence(prompt, 9)
@@ -267,25 +264,24 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
         assert s.cached == 32
 
 
-@pytest.mark.parametrize("kind", ONE_FIRST)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]), st.booleans())
-def test_any_traffic_is_as_if_alone(kind, tight, alone, tmp_path_factory, jobs, host, disk):
+def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, jobs, host, disk):
     """Whatever is evicted, preempted and aborted, with a host that has room for a page, for some or for all. Cells that
     nobody can read hold NaN."""
-    llm, folder = tight(kind), tmp_path_factory.mktemp("pages") if disk else None
+    kind, folder = "llama stacked", tmp_path_factory.mktemp("pages") if disk else None
+    llm = tight(kind)
     with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm), disk_cache=folder) as engine:
         assert_as_if_alone(engine, functools.partial(alone, kind), jobs)
         assert len(engine.source.host) <= host
 
 
-@pytest.mark.parametrize("kind", ["llama stacked", *(pytest.param(kind, marks=SLOW) for kind in FAST)])
-def test_replicas_share_the_host(kind, checkpoint, tight):
+def test_replicas_share_the_host(checkpoint, tight):
     """What one replica evicted serves another, whose devices split it in the same way."""
-    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE}
-    options |= {"snapshots": 2} if kind in FAST else {"cache_memory": 9 * page_bytes(tight(kind)) // 2}
-    llm = build_llm(checkpoint(kind.split()[0]), LEAST, host_cache=1 << 26, **options)
-    assert kind in FAST or llm.engine.plan.pages == 2 * 9
+    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE, "scan": True}
+    options |= {"cache_memory": 9 * page_bytes(tight("llama stacked")) // 2}
+    llm = build_llm(checkpoint("llama"), FOUR_ROWS, host_cache=1 << 26, **options)
+    assert llm.engine.plan.pages == 2 * 9
     prompts = [prompt_of(40, 0, 8), *STRANGERS, *random_prompts([37, 38, 39], seed=61)]
     with new_engine(llm, prefix_caching=False, host_cache=None) as engine:
         expected = [run(engine, [sequence(prompt, 20)])[0] for prompt in prompts]

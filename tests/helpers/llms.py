@@ -80,7 +80,8 @@ def new_engine(llm: LLM, *, pages: int | None = None, **options: Any) -> Iterato
     config = dataclasses.replace(before.config, **options)
     engine = Engine(before.model, before.weights, config, programs=before.programs)
     if pages is not None:
-        engine.scheduler = Scheduler(config, dataclasses.replace(engine.plan, pages=pages))
+        cascade, plan = engine.scheduler.cascade, dataclasses.replace(engine.plan, pages=pages)
+        engine.scheduler = Scheduler(config, plan, cascade, engine.source, engine.adapters)
     llm._runner.engine = engine
     try:
         yield engine

@@ -25,13 +25,13 @@ STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
 SAMPLED = SamplingParams(seed=5, top_p=0.9, ignore_eos=True)
 PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3)
 
-# Keys and values, in int8 too; latents; layers that read the cache of another.
+# Keys and values, in int8 too; latents.
 PAGED = {
     "llama stacked": {"scan": True},
     "llama int8": {"kv_cache_dtype": "int8"},
     "minicpm3": {},
-    "gemma3n_text": {"scan": True},
 }
+ONE_SLOW = [pytest.param(kind, marks=pytest.mark.slow if kind == "minicpm3" else ()) for kind in PAGED]
 # Cells of bytes: so coarse a rounding shows the last bit of a sum, so tokens may differ by the shapes of programs.
 PACKED = {"llama int4": {"scan": True, "kv_cache_dtype": "int4"}}
 # Rings or states beside pages, with snapshots of them.
@@ -41,18 +41,9 @@ BESIDE = {
     "llama4_text": {"scan": True},  # chunks
     "gemma4_text": {},  # rings that other layers read
     "ministral": {"scan": True, "kv_cache_dtype": "int8"},
-    "lfm2": {},
-    "nemotron_h": {"scan": True},
     "kimi_linear": {},  # states beside latents
-    "minimax": {},
-}
-# One layer of each kind of those that are not stacked.
-FEWER: dict[str, dict[str, Any]] = {
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ("conv", "full_attention")},
-    "minimax": {"num_hidden_layers": 2, "layer_types": ("linear_attention", "full_attention")},
 }
 FAST = ("gpt_oss", "qwen3_5_text")
-BESIDE_KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
 
 
 def build_tight(path: Path, kind: str) -> LLM:
