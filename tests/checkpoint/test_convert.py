@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec
 
-from inferlib import LLM, Buckets, SamplingParams, convert
+from inferlib import LLM, Buckets, convert
 from inferlib.checkpoint.load import placement
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError
@@ -52,7 +52,6 @@ SHAPES = {
     "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     # States of two groups, which are copied, a layer without a feed-forward.
     "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "mlp"]}),
-    "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
     "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "fused experts": ("granitemoe", _TWO | {"num_local_experts": 7}),
@@ -60,14 +59,11 @@ SHAPES = {
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
 }
 RESTORED = {
-    "biased": ["", "tp=8", "tp=2,dp=2", "tp=3", "tp=2,cp=4,rules=helix"],
-    "smollm2": ["tp=2", "tp=8"],
+    "biased": ["", "tp=8", "tp=2,cp=4,rules=helix"],
+    "smollm2": ["tp=2"],
     "olmo2": ["tp=8"],
-    "cohere2": ["tp=2"],
     "nemotron_h": ["tp=4"],
     "minicpm3": ["tp=4,cp=2,rules=tp2d"],
-    "experts": ["ep=2,tp=2"],
-    "fused experts": ["tp=8"],
     "corrected experts": ["ep=2"],
 }
 
@@ -125,9 +121,8 @@ def test_saved_on_four_devices_restored_on_others(shape, parallel, checkpoint, c
     assert_same(converted(shape), checkpoint(shape), "float32", parallel)
 
 
-@pytest.mark.parametrize("saved", ["tp=1", "tp=2,dp=2"])
-def test_saved_on_others(saved, checkpoint, converted):
-    assert_same(converted("smollm2", parallel=saved), checkpoint("smollm2"), "float32", "tp=4")
+def test_saved_on_others(checkpoint, converted):
+    assert_same(converted("smollm2", parallel="tp=2,dp=2"), checkpoint("smollm2"), "float32", "tp=4")
 
 
 def test_experts_saved_where_they_do_not_divide(checkpoint, converted):
@@ -156,20 +151,9 @@ def test_types(parallel, checkpoint, converted):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(np.float32))
 
 
-def test_the_same_tokens(tmp_path, checkpoint, converted):
-    def tokens(model: Path, parallel: str | None) -> list[list[int]]:
-        buckets = Buckets(prefill=(16,), batch=(2,), cache=(32,))
-        llm = LLM(model, max_batch=2, max_len=32, buckets=buckets, parallel=parallel, progress=False)
-        outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-        return [output.outputs[0].token_ids for output in outputs]
-
-    want = tokens(checkpoint("smollm2"), None)
-    assert tokens(converted("smollm2"), "tp=8") == want
-    assert tokens(converted("smollm2"), None) == want
-
-
-@pytest.mark.parametrize("scheme", sorted(QUANTIZATIONS))
-@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "stored"), [*((scheme, True) for scheme in sorted(QUANTIZATIONS)), ("int4", False), ("int8", False)]
+)
 def test_every_quantization_runs_from_converted_weights(scheme, stored, checkpoint, converted, tmp_path):
     """Quantised when they are stored or when they are loaded, in a program that is compiled ahead of its call, as those
     of engines are; on a mesh too, or refused before anything is read."""
@@ -180,9 +164,9 @@ def test_every_quantization_runs_from_converted_weights(scheme, stored, checkpoi
     files, reference = map(ModelFiles.open, (original, checkpoint("smollm2")))
     model = abstract_model(files.config, "float32", quantization=files.quantization(scheme))
     want = reference.load(model)
+    structs = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs]
+    program = jax.jit(lambda *x: [y.astype("float32") for y in x]).lower(*structs).compile()
     for arrays in (files.load(model), want):
-        structs = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs]
-        program = jax.jit(lambda *x: [y.astype("float32") for y in x]).lower(*structs).compile()
         for spec, a, b in zip(model.specs, program(*arrays), want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(np.float32), err_msg=spec.name)
     options = dict(max_batch=2, max_len=32, buckets=Buckets((16,), (2,), (32,)), quantization=scheme, progress=False)
