@@ -59,7 +59,7 @@ def oracle_gptq(w: np.ndarray, h: np.ndarray, scales: np.ndarray, scheme: Scheme
     return values
 
 
-@pytest.mark.parametrize("name", ["int4", "mxfp4", "int8"])
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
 def test_gptq_equals_elimination_in_float64(name):
     scheme, (w, h) = SCHEMES[name], draw(1)
     scales = np.exp2(np.random.default_rng(2).integers(-4, 0, w.shape)).astype(np.float64)
@@ -84,7 +84,7 @@ def test_a_matrix_that_is_not_positive_definite_has_no_factor():
     assert _inverse_factor_on_device(h) is None
 
 
-@pytest.mark.parametrize("name", ["int4", "mxfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
 def test_searched_scales_are_the_best_of_those_tried(name):
     scheme, (w, _) = SCHEMES[name], draw(4)
     group, importance = 32, np.random.default_rng(5).random(INPUTS)
@@ -102,8 +102,17 @@ def test_searched_scales_are_the_best_of_those_tried(name):
     np.testing.assert_allclose(cost(scales), best, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "clip", "gptq"])
-@pytest.mark.parametrize("name", ["int4", "int4_g32", "mxfp4", "int8", "fp8_block"])
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [
+        ("int4_g32", "nearest"),
+        ("int8", "clip"),
+        ("mxfp4", "clip"),
+        ("mxfp4", "gptq"),
+        ("int4", "gptq"),
+        ("fp8_block", "gptq"),
+    ],
+)
 def test_no_output_loses_more_than_to_nearest(name, rounding):
     scheme = QUANTIZATIONS[name]
     group = 32 if scheme.group else INPUTS
@@ -146,10 +155,15 @@ def test_dead_inputs_among_others_change_nothing():
     assert np.all(np.isfinite(rounded.values))
 
 
-@pytest.mark.parametrize("name", ["int4", "int4_g32", "mxfp4", "int8", "fp8_block"])
 @pytest.mark.parametrize(
-    ("shape", "inputs", "experts"),
-    [((64, 2, 24), (0,), False), ((2, 3, 64, 48), (0, 1, 2), False), ((3, 2, 64, 16), (2,), True)],
+    ("name", "shape", "inputs", "experts"),
+    [
+        ("int4", (64, 2, 24), (0,), False),
+        ("int8", (64, 2, 24), (0,), False),
+        ("fp8_block", (64, 2, 24), (0,), False),
+        ("int4_g32", (2, 3, 64, 48), (0, 1, 2), False),
+        ("mxfp4", (3, 2, 64, 16), (2,), True),
+    ],
 )
 def test_stored_arrays_equal_those_of_quantize(name, shape, inputs, experts):
     scheme, form = QUANTIZATIONS[name], MatrixForm(shape, inputs, experts)
