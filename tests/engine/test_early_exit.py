@@ -27,8 +27,7 @@ from tests.helpers.looped import HUGINN, PARCAE, make_looped, oracle_of
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.tokenizer import write_tokenizer
 
-BUCKETS = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
-ONE_BUCKET = replace(BUCKETS, prefill=(16,))  # for further options: fewer programs to compile
+BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 STEPS = 6
 MODELS = {
     "parcae": PARCAE | {"mean_recurrence": STEPS, "recurrent_intermediation_embedding_dimension": 128},
@@ -53,7 +52,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(paths) -> LLM:
-    return build_llm(paths["parcae"], BUCKETS, early_exit=True)
+    return build_llm(paths["parcae"], BUCKETS, early_exit=True, decode_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
 
 
 def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
-    other = build_llm(paths["parcae"], BUCKETS)
+    other = build_llm(paths["parcae"], BUCKETS, decode_steps=1)
     assert other.engine.state.threshold is None
     for i in (2, 5):
         assert answers_of(other, [PROMPTS[i]], PARAMS[i]) == [Answer(expected[i].tokens, None)]
@@ -203,16 +202,8 @@ def assert_counted(llm: LLM, answers: list[Answer]) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_have_the_same_tokens_and_depths(paths, expected):
-    """Other meshes are below, by the other rule."""
-    other = build_llm(paths["parcae"], ONE_BUCKET, early_exit=True, parallel="tp=2,dp=2")
-    assert answers_of(other, PROMPTS, PARAMS) == expected
-    assert_counted(other, expected)
-
-
-@pytest.mark.slow
 def test_depths_of_drafts_and_of_tokens_that_the_host_chooses(paths, expected):
-    other = build_llm(paths["parcae"], ONE_BUCKET, early_exit=True, speculation="ngram:3")
+    other = build_llm(paths["parcae"], BUCKETS, early_exit=True, speculation="ngram:3")
     assert answers_of(other, PROMPTS, PARAMS) == expected
     assert other.stats.core_tokens < other.stats.core_steps < other.stats.core_tokens * STEPS
     host = [replace(x, logits_processors=[lambda tokens, logits: logits]) for x in PARAMS]
@@ -240,26 +231,22 @@ def test_a_divergence_is_that_of_whole_logits():
         np.testing.assert_allclose(rule(old[:count], new[:count]), expected, rtol=1e-4)
 
 
-def assert_leave_by_the_head(name: str, llm: LLM) -> list[Answer]:
+def assert_leave_by_the_head(llm: LLM) -> list[Answer]:
     """In one batch all tokens and depths are the oracle's. Returns them."""
-    params = [replace(x, exit_threshold=x.exit_threshold and 0.6) for x in KL] if name == "huginn" else KL
-    answers = answers_of(llm, PROMPTS, params)
+    answers = answers_of(llm, PROMPTS, KL)
     assert_counted(llm, answers)
-    rows = zip(PROMPTS, answers, params, strict=True)
-    taken = [assert_chosen_by_the_oracle(MODELS[name], *of_row, rule="kl") for of_row in rows]
+    rows = zip(PROMPTS, answers, KL, strict=True)
+    taken = [assert_chosen_by_the_oracle(MODELS["parcae"], *of_row, rule="kl") for of_row in rows]
     assert len(set(taken[0])) > 2
     assert [set(taken[2]), set(taken[5])] == [{STEPS}, {3}]
     return answers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [("huginn", None), ("parcae", "cp=2,tp=2,rules=helix"), ("parcae", "tp=2,dp=2,rules=dp_attention")],
-)
-def test_tokens_that_leave_by_what_the_head_makes_of_them(name, parallel, paths):
-    """Parcae on one device is below, with stacked layers."""
-    assert_leave_by_the_head(name, build_llm(paths[name], ONE_BUCKET, early_exit="kl", parallel=parallel))
+def test_tokens_of_replicas_leave_by_what_the_head_makes_of_them(paths):
+    """One device is below, with stacked layers."""
+    parallel = "tp=2,dp=2,rules=dp_attention"
+    assert_leave_by_the_head(build_llm(paths["parcae"], BUCKETS, early_exit="kl", parallel=parallel))
 
 
 def test_rows_at_different_depths(paths, llm, expected):
@@ -276,7 +263,7 @@ def test_rows_at_different_depths(paths, llm, expected):
 def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
     """By passes, and with rows at different depths in one batch."""
     options = {"early_exit": True} | options
-    return build_llm(path, ONE_BUCKET, **options), build_llm(path, ONE_BUCKET, depthwise_batching=True, **options)
+    return build_llm(path, BUCKETS, **options), build_llm(path, BUCKETS, depthwise_batching=True, **options)
 
 
 @pytest.mark.slow
@@ -320,10 +307,7 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
     "options",
     [
         {"platform": "gpu", "backend": "xla", "decode_steps": 4},
-        {"parallel": "tp=2"},
-        {"max_adapters": 2},
-        {"prefill_devices": [1]},
-        {"kv_cache_dtype": "int8"},
+        {"parallel": "tp=2", "max_adapters": 2, "kv_cache_dtype": "int8"},
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )
@@ -331,9 +315,8 @@ def test_other_forms(options, paths, expected):
     """By passes, and with rows at different depths."""
     llms = both_ways(paths["parcae"], **options)
     answers = [answers_of(llm, PROMPTS, PARAMS) for llm in llms]
-    if "prefill_devices" not in options:
-        for llm in llms:
-            assert_counted(llm, answers[0])
+    for llm in llms:
+        assert_counted(llm, answers[0])
     if "kv_cache_dtype" in options:  # rounded cells change tokens, but not with the batch
         expected = [answers_of(llms[0], [prompt], of_row)[0] for prompt, of_row in zip(PROMPTS, PARAMS, strict=True)]
     assert answers == [expected] * 2
@@ -354,11 +337,11 @@ def test_other_forms_of_huginn(paths):
 def test_stacked_layers_and_what_the_head_makes_of_tokens(paths):
     """By passes, preempted, and with rows at different depths."""
     passes, depthwise = both_ways(paths["parcae"], scan=True, early_exit="kl")
-    answers = assert_leave_by_the_head("parcae", passes)
+    answers = assert_leave_by_the_head(passes)
     with new_engine(passes, prefix_caching=False, pages=passes.engine.plan.columns * 4 // 3) as engine:
         assert answers_of(passes, PROMPTS, KL) == answers
         assert engine.scheduler.preemptions > 0
-    assert assert_leave_by_the_head("parcae", depthwise) == answers
+    assert assert_leave_by_the_head(depthwise) == answers
 
 
 @pytest.mark.parametrize(

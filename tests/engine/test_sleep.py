@@ -48,12 +48,11 @@ def test_layouts_come_back():
         assert compilations() == compiled
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel": "dp=2,tp=4"}], ids=str)
-def test_sleep_and_wake(options, checkpoint):
+def test_sleep_and_wake(checkpoint):
     """Weights, cache and state leave the devices, weights of replicas once; tokens stay and nothing compiles."""
     gc.freeze()  # collections look only at what this test makes, not at the whole suite
     path, before = checkpoint("llama", num_hidden_layers=1), device_bytes()
-    llm = build_llm(path, Buckets(prefill=(8,), batch=(2,), cache=(64,)), decode_steps=2, **options)
+    llm = build_llm(path, Buckets(prefill=(8,), batch=(2,), cache=(64,)), decode_steps=1, parallel="dp=2,tp=2")
     expected, logits = tokens_of(llm), llm.logits(PROMPTS[0])
     weights = [np.array(x) for x in llm.engine.weights]
     stream = iter(llm.stream(PROMPTS[1], GREEDY))
