@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inferlib import LLM, Buckets, SamplingParams, convert
+from inferlib import LLM, Buckets, convert
 from inferlib.calibration.layer_preferences import measure_layer_preferences
 from inferlib.checkpoint.layer_arrays import PREFERENCES
 from inferlib.checkpoint.source import CheckpointError
@@ -19,7 +19,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.config import ConfigError
 from inferlib.option_checks import ConfigurationError
 from inferlib.texts import TextSample
-from tests.engine.test_bounded_cache import BUCKETS, FOUR_ROWS, GREEDY, PROMPTS, assert_as_alone
+from tests.engine.test_bounded_cache import FOUR_ROWS, GREEDY, PROMPTS, assert_as_alone
 from tests.helpers.llms import build_llm
 from tests.helpers.poison import tokens_of
 
@@ -64,25 +64,12 @@ def test_preferences_are_those_of_the_paper(checkpoint, tmp_path):
     np.testing.assert_allclose(files.config.layer_preferences, shares, rtol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"scan": True, "parallel": "dp=2,tp=2"}, marks=pytest.mark.slow)])
-def test_rows_are_what_they_are_alone(options, path):
-    buckets = FOUR_ROWS["buckets"] if options else BUCKETS
-    llm = build_llm(path, buckets, cache_policy=POLICY, page_size=8, decode_steps=4, **options)
+@pytest.mark.slow
+def test_rows_are_what_they_are_alone(path):
+    llm = build_llm(path, FOUR_ROWS, cache_policy=POLICY, page_size=8, decode_steps=1, scan=True)
     assert [layer.attention.cache_level for layer in llm.engine.model.config.layers] == [1, 2, 1, 0, 1]
     assert llm.config.compacted.budgets == (24, 32, 80)
     assert_as_alone(llm)
-
-
-@pytest.mark.slow
-def test_what_is_not_compacted_is_what_it_would_be(path):
-    """Bit by bit, with budgets of a whole row."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
-    every, whole = (
-        build_llm(path, Buckets((16,), (1,), (96,)), cache_policy=x).generate([PROMPTS[-2]], params)[0].outputs[0]
-        for x in ("cake:96", None)
-    )
-    assert every.token_ids == whole.token_ids
-    assert every.logprobs == whole.logprobs
 
 
 def test_what_is_refused(checkpoint, path, tmp_path):
@@ -94,7 +81,7 @@ def test_what_is_refused(checkpoint, path, tmp_path):
     with pytest.raises(ConfigurationError, match="layer 0 of this one has latents"):  # no preferences would help
         build(checkpoint("minicpm3"))
     with pytest.raises(ConfigurationError, match="layer 0 of this one has latents"):
-        compile(checkpoint("minicpm3"), "cpu", buckets=BUCKETS, cache_policy="cake:64")
+        compile(checkpoint("minicpm3"), "cpu", buckets=FOUR_ROWS, cache_policy="cake:64")
     with pytest.raises(ConfigurationError, match="does not work with speculation yet"):
         build(path, speculation="ngram:3")
     for options, message in (
