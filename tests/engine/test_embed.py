@@ -14,14 +14,14 @@ from tests.helpers.llms import build_llm, random_prompts, reference_hidden
 from tests.helpers.tokenizer import VOCAB
 
 LENGTHS = [1, 7, 8, 9, 30, 64, 2, 17]
-# Tiles of 8, of which a step has up to 4, of several prompts; chunks; states beside attention; two devices.
+# Tiles of 8, of which a step has up to 4, of several prompts; chunks on a mesh; states beside attention; two devices.
 CASES = {
     "tiles": ("llama", {"buckets": Buckets(prefill=(8, 32), batch=(4,), cache=(32, 64), tile=8)}),
-    "chunks": ("llama", {}),
-    "states": ("qwen3_5_text", {}),
     "streams of norms": ("gemma2", {"parallel": "dp=2,tp=2"}),
+    "states": ("qwen3_5_text", {}),
     "tokens over devices": ("llama", {"parallel": "cp=2"}),
 }
+SLOW = ("states", "tokens over devices")
 
 
 def built(checkpoint, case):
@@ -30,7 +30,7 @@ def built(checkpoint, case):
     return path, build_llm(path, options.pop("buckets", Buckets((8,), (4,), (64,))), **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])
 def test_embeddings_are_transformers_hidden_states(case, checkpoint):
     """Nothing compiles after a warm-up for them; in no order do prompts change each other."""
     path, llm = built(checkpoint, case)

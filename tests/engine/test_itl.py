@@ -77,22 +77,19 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"parallel": "dp=2,tp=2"}, marks=pytest.mark.slow)])
-def test_timing_changes_nothing(path, options):
+def test_timing_changes_nothing(path):
     """The same tokens, of prompts that come while others decode, in smaller steps; nothing compiles after warm-up."""
-    prompts, params = random_prompts([5, 40, 30, 9, 44, 3]), SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
-    llm, kinds = build_llm(path, FEWER, itl=100.0, **options), (GREEDY,) if options else (GREEDY, params)
-    modes = ("greedy", "sample")[: len(kinds)]
-    assert llm.warmup(modes) == len(planned_keys(llm.config, modes))
+    prompts, llm = random_prompts([5, 40, 30, 9, 44, 3]), build_llm(path, FEWER, itl=100.0, decode_steps=1)
+    assert llm.warmup(["greedy"]) == len(planned_keys(llm.config, ["greedy"]))
     with new_engine(llm, itl=None):
-        expected = [[o.outputs[0].token_ids for o in llm.generate(prompts, kind)] for kind in kinds]
-    assert llm.engine.scheduler.itl._most == dict.fromkeys(modes, 32)
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+    assert llm.engine.scheduler.itl._most == {"greedy": 32}
     shapes = llm.config.prefill_shapes()
     llm.engine.scheduler.itl.learn("greedy", StepTimes(1.0, {s: 1.0 if s == shapes[0] else 200.0 for s in shapes}))
     before = compilations()
-    assert [[o.outputs[0].token_ids for o in llm.generate(prompts, kind)] for kind in kinds] == expected
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)] == expected
     llm.engine.time_steps()  # writes to all pages, also those of prompts that may come again
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)] == expected[0]
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)] == expected
     assert compilations() == before
     assert not np.asarray(llm.engine.state.active).any()
 

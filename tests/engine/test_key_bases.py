@@ -22,8 +22,7 @@ from tests.helpers.llms import build_llm
 from tests.helpers.poison import before_each_dispatch, cached_pages, poison, tokens_of
 from tests.helpers.shared_beginnings import TAILS
 
-BUCKETS = Buckets((16,), (1, 4), (96,), tile=8)
-FOUR_ROWS = Buckets((16,), (4,), (96,), tile=8)
+BUCKETS = Buckets((16,), (4,), (96,), tile=8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [tail[:length] for length, tail in zip([7, 8, 9, 16, 17, 25], TAILS * 2, strict=False)]
 TEXT = TextSample(["".join(map(chr, np.random.default_rng(0).integers(97, 123, 2000)))], tokens=256, window=32)
@@ -40,7 +39,7 @@ def path(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def selecting(path) -> LLM:
-    return build_llm(path, BUCKETS, attention_pages="loki:3:8", decode_steps=4)
+    return build_llm(path, BUCKETS, attention_pages="loki:3:8", decode_steps=1)
 
 
 def assert_summaries(llm: LLM, path) -> None:
@@ -100,22 +99,10 @@ def test_rows_are_what_they_are_alone(selecting, path):
 
 
 @pytest.mark.slow
-def test_what_is_read_whole_is_read_in_full(path):
-    """Bit by bit, where rows have no more blocks than are read."""
-    buckets = Buckets((16,), (1,), (96,))
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
-    every, whole = (
-        build_llm(path, buckets, attention_pages=x).generate([TAILS[0][:9]], params)[0].outputs[0]
-        for x in ("loki:12:8", None)
-    )
-    assert every.token_ids == whole.token_ids
-    assert every.logprobs == whole.logprobs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"scan": True}, {"parallel": "dp=2,tp=2"}, {"speculation": "ngram:3"}], ids=str)
-def test_other_forms(options, path, selecting):
-    other = build_llm(path, FOUR_ROWS, attention_pages="loki:3:8", decode_steps=4, **options)
+def test_other_forms(path, selecting):
+    """Stacked, on a mesh, with drafts."""
+    options = {"scan": True, "parallel": "dp=2,tp=2", "speculation": "ngram:3"}
+    other = build_llm(path, BUCKETS, attention_pages="loki:3:8", decode_steps=4, **options)
     assert tokens_of(other, PROMPTS, GREEDY) == tokens_of(selecting, PROMPTS, GREEDY)
 
 
@@ -151,7 +138,7 @@ def test_commands_know_them():
 @pytest.mark.slow
 def test_artifacts_know_them(path, selecting, tmp_path):
     """The model's bases are found though no option asks for them again."""
-    made = compile(path, "cpu", buckets=FOUR_ROWS, modes=["greedy"], attention_pages="loki:3:8", out=tmp_path / "out")
+    made = compile(path, "cpu", buckets=BUCKETS, modes=["greedy"], attention_pages="loki:3:8", out=tmp_path / "out")
     assert made.ok
     llm = LLM(path, artifacts=tmp_path / "out", progress=False)
     assert tokens_of(llm, PROMPTS[:3], GREEDY) == tokens_of(selecting, PROMPTS[:3], GREEDY)
