@@ -25,9 +25,8 @@ def cost(error: np.ndarray, h: np.ndarray) -> float:
     return float(np.sum(error * (h @ error)))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_fit_is_that_of_singular_values_in_float64(seed):
-    error, h = draw(seed)
+def test_the_fit_is_that_of_singular_values_in_float64():
+    error, h = draw(0)
     lower = np.linalg.cholesky(h)
     left, sizes, right = np.linalg.svd(lower.T @ error)
     best = np.linalg.solve(lower.T, left[:, :RANK] * sizes[:RANK]) @ right[:RANK]
@@ -40,8 +39,7 @@ def test_the_fit_is_that_of_singular_values_in_float64(seed):
     assert 0.5 < np.linalg.norm(ours.a.astype(jnp.float32)) / np.linalg.norm(ours.b.astype(jnp.float32)) < 2
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
-@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+@pytest.mark.parametrize(("name", "rounding"), [("int4", "nearest"), ("mxfp4", "gptq")])
 def test_a_branch_loses_less_than_none(name, rounding):
     w, h = (jnp.asarray(x, jnp.float32) for x in draw(2))
     alone = round_matrix(w, h, SCHEMES[name], 32, rounding)
