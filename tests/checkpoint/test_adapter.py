@@ -62,8 +62,7 @@ def assert_close(got: Path, expected: Path, parallel: str = "") -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6, err_msg=spec.name)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("parallel", ["tp=1", "tp=2"])
+@pytest.mark.parametrize(("rslora", "parallel"), [(False, "tp=1"), (True, "tp=2")])
 def test_a_merged_adapter_equals_a_merge_by_hand(llama, tmp_path, rslora, parallel):
     """Patterns of ranks and of alpha, by the end of a name and by an expression, of which the first counts."""
     patterns = {

@@ -76,9 +76,18 @@ def stored(form: str, weights: dict[str, np.ndarray]) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("parallel", "scan"), [("", False), ("", True), ("ep=2,tp=2", True), ("ep=4,rules=tp", False), ("tp=4,dp=2", False)]
+    ("form", "parallel", "scan"),
+    [
+        ("one by one", "", False),
+        ("one by one", "tp=4,dp=2", False),
+        ("one by one", "ep=2,tp=2", True),
+        ("fused", "", True),
+        ("fused", "ep=4,rules=tp", False),
+        ("transposed", "ep=2,tp=2", True),
+        ("transposed and interleaved", "", True),
+        ("transposed and interleaved", "tp=4,dp=2", False),
+    ],
 )
 def test_experts_are_laid_out(form, parallel, scan):
     """Padded with zeros where they or their width do not divide; every device's part read once."""

@@ -30,7 +30,8 @@ PROMPTS = random_prompts([20, 3, 9, 1, 16], seed=3)
 
 
 def make(folder, **options) -> LLM:
-    return LLM(folder, max_batch=4, max_len=64, buckets=BUCKETS, dtype="float32", progress=False, **options)
+    sizes = dict(max_batch=4, max_len=64, buckets=BUCKETS, decode_steps=1)
+    return LLM(folder, dtype="float32", progress=False, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,7 @@ def test_load_is_what_transformers_routes(folder, expected):
     ("placement", "parallel", "scan"),
     [
         (PERMUTED, None, True),
-        pytest.param(COPIED, "ep=2,tp=2", False, marks=pytest.mark.slow),
         pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.slow),
-        pytest.param(None, "cp=2", False, marks=pytest.mark.slow),
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
     ],
 )
