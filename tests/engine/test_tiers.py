@@ -278,7 +278,7 @@ def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, jobs, host, 
 
 def test_replicas_share_the_host(checkpoint, tight):
     """What one replica evicted serves another, whose devices split it in the same way."""
-    options = {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE, "scan": True}
+    options = {"decode_steps": 1, "parallel": "dp=2,tp=2", "page_size": PAGE, "scan": True}
     options |= {"cache_memory": 9 * page_bytes(tight("llama stacked")) // 2}
     llm = build_llm(checkpoint("llama"), FOUR_ROWS, host_cache=1 << 26, **options)
     assert llm.engine.plan.pages == 2 * 9
