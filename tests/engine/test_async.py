@@ -135,13 +135,14 @@ def test_one_wake_up_a_dispatch(small):
 # ---- leaving
 
 
-def test_two_thousand_streams_half_of_them_dropped(small, expected):
+def test_hundreds_of_streams_half_of_them_dropped(small, expected):
     """At random moments, in all ways there are: nothing leaks, and what is read to its end is right."""
     rng = np.random.default_rng(42)
     params = dataclasses.replace(GREEDY, max_tokens=4)
     # When each is left, in outputs: never begun, after one, two, or (for half of them) not at all.
-    when = rng.integers(0, 6, 2000)
-    how = rng.integers(0, 4, 2000)
+    count = 500
+    when = rng.integers(0, 6, count)
+    how = rng.integers(0, 4, count)
 
     async def use(llm, i):
         stream = llm.generate(PROMPTS[i % 4], params, request_id=f"stream {i}")
@@ -167,9 +168,9 @@ def test_two_thousand_streams_half_of_them_dropped(small, expected):
     async def main():
         gc.freeze()  # the collection looks only at what this test makes, not at the whole suite
         async with AsyncLLM(small) as llm:
-            tasks = [asyncio.create_task(use(llm, i)) for i in range(2000)]
+            tasks = [asyncio.create_task(use(llm, i)) for i in range(count)]
             await asyncio.sleep(0)
-            for i in rng.integers(0, 2000, 200):
+            for i in rng.integers(0, count, count // 10):
                 tasks[i].cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             wrong = [r for r in results if r is not None and not isinstance(r, OSError | asyncio.CancelledError)]

@@ -155,7 +155,7 @@ def branching_traffic(draw):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["states", "rings"])
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(branching_traffic(), st.integers(1, 4))
 def test_rows_read_what_is_theirs(exact, case, snapshots):
     config, jobs, _ = case

@@ -41,7 +41,7 @@ def at_once(logits, ints, floats, counts, generated, drafts, mode):
     return sample_drafted(logits, unpack(ints, floats), counts, generated, drafts, mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "logprobs"])
+@pytest.mark.parametrize("mode", ["greedy", "logprobs"])
 def test_tokens_are_those_of_one_after_another(mode):
     rng = np.random.default_rng(3)
     ints, floats = pack([(params, 17 + i, (1,), [4, 5]) for i, params in enumerate(ROWS)])

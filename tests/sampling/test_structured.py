@@ -116,7 +116,7 @@ def test_a_mask_has_a_bit_for_each_token():
     np.testing.assert_array_equal(permitted(jnp.array(mask), 71), bits)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "logprobs"])
+@pytest.mark.parametrize("mode", ["greedy", "logprobs"])
 def test_only_tokens_of_the_mask_are_chosen(mode):
     """As without it where the others are improbable; and log-probabilities are those of all tokens."""
     rng = np.random.default_rng(1)
