@@ -120,8 +120,11 @@ def test_rates_and_steps_on_this_device(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", kernels.checks("gpu"), ids=lambda check: f"{check.kernel}, {check.case}")
+@pytest.mark.parametrize(
+    "check", {check.kernel: check for check in kernels.checks("gpu")}.values(), ids=lambda x: x.kernel
+)
 def test_checks_of_gpus_lower(check):
+    """One case of each kernel."""
     import jax
 
     from tests.helpers.kernels import lowered_for_cuda
