@@ -36,7 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"scan": True},  # states
 }
 ONE = {"decode_steps": 1, "in_flight": 1}  # step after step
-EVERY_KIND = [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
+MOVING = {"buckets": Buckets((16,), (1, 4), (96,), tile=8), "decode_steps": 1}  # rows go to smaller batches
+
+
+def kinds(*slow: str) -> list[Any]:
+    return ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in slow)]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +83,16 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not source._restored
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_rows_whose_pages_are_all_here_are_those_of_the_selection(kind, build):
+def test_rows_whose_pages_are_all_here_are_those_of_the_selection(build):
     """Bit by bit."""
-    expected = scored(build(kind, "quest:3", prefix_caching=False, **ONE), PROMPTS)
-    llm = build(kind, "quest:3:resident=12", **ONE)
+    expected = scored(build("llama", "quest:3", prefix_caching=False, **ONE), PROMPTS)
+    llm = build("llama", "quest:3:resident=12", **ONE)
     assert scored(llm, PROMPTS) == expected
     assert llm.stats.wanted_reads
     assert not llm.stats.sent_pages
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds("llama int8", "gpt_oss"))
 def test_pages_that_are_asked_for_a_step_ahead_are_as_if_they_had_never_left(kind, build, monkeypatch):
     """With steps that know what the next one wants, every page is there when it is read, with the cells that it had."""
     told: list[np.ndarray] = []
@@ -112,7 +115,7 @@ def test_pages_that_are_asked_for_a_step_ahead_are_as_if_they_had_never_left(kin
     assert_nothing_left(llm.engine)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", kinds("qwen3_5_text"))
 def test_rows_are_longer_than_the_pages_on_the_device(kind, tight):
     """They are the same with NaN in all that is not valid, and nothing compiles."""
     llm = tight(kind)
@@ -137,10 +140,7 @@ def test_rows_are_longer_than_the_pages_on_the_device(kind, tight):
 
 def test_pages_of_rows_that_are_aborted_preempted_or_moved(build):
     """Rows go on with as many tokens as they were to have, and no page is lost on either side."""
-    of_page, of_rows = build("llama", "quest:3:resident=5").engine.plan.bytes_of()
-    buckets = Buckets((16,), (1, 4), (96,), tile=8)
-    llm = build("llama", "quest:3:resident=5", buckets=buckets, cache_memory=of_rows + 22 * of_page)
-    with new_engine(llm) as engine:
+    with new_engine(build("llama", "quest:3:resident=5", **MOVING), pages=22) as engine:
         prompts = random_prompts([40, 9, 25, 33, 17, 40, 12, 30], seed=5)
         some = [sequence(prompt, 50, priority=-(i % 3)) for i, prompt in enumerate(prompts)]
         times = [(3 * i, 20 if i in (0, 4) else None) for i in range(len(some))]
@@ -153,7 +153,7 @@ def test_pages_of_rows_that_are_aborted_preempted_or_moved(build):
 
 
 def test_what_is_lost_with_a_dispatch_leaves_no_page(build):
-    llm = build("llama", "quest:3:resident=5")
+    llm = build("llama", "quest:3:resident=5", **MOVING)
     with new_engine(llm) as engine:
         lost = [sequence(prompt, 50) for prompt in PROMPTS]
         for s in lost:

@@ -114,7 +114,7 @@ def answers(llm: LLM, schemas: list[dict], **options):
     return outputs(llm, random_prompts([6] * len(schemas)), params)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(940, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_every_answer_to_a_random_schema_validates(path, count):
     """A random model writes anything that it may."""
     llm, random = build_llm(path, Buckets((8,), (8,), (256,))), Random(count)
