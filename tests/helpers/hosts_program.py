@@ -106,11 +106,6 @@ def failing(llm: LLM | None) -> None:
     llm.engine._start = fail
 
 
-def leaving(llm: LLM | None) -> None:
-    if llm is not None:
-        sys.exit()
-
-
 def misusing(llm: LLM | None) -> None:
     """A request that enters here; another LLM."""
     if llm is None:
@@ -122,7 +117,7 @@ def misusing(llm: LLM | None) -> None:
     build("", "tp=2")
 
 
-FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, leaving, misusing)}
+FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, misusing)}
 
 
 def main(
