@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
+from inferlib.ops.choice import Choice
 from inferlib.ops.int4_cells import decoded_keys
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import cells_of_rows
@@ -77,7 +78,7 @@ class SparsePrefill:
 
 class Listing(NamedTuple):
     """How chunks list blocks: an estimate, the most blocks of a list, and the backend of `prefill_attention` that takes
-    the lists. With "pallas_gpu" a kernel makes XAttention's scores where it can, and reads keys where they lie."""
+    the lists. With "pallas_gpu" and "pallas_tpu" a kernel makes XAttention's scores where it can."""
 
     sparse: SparsePrefill
     most: int
@@ -189,32 +190,40 @@ def block_list(
     """
     first, last = _ends(positions, lengths)
     sparse = listing.sparse
-    if _kernel_scores(q, cache, listing):
-        scores = _by_gpu_kernel(q, cache, rows, first, last, options)
+    if kernel := _KERNELS.get(choose_scores(q, cache, sparse, listing.backend).name):
+        scores = kernel(q, cache, rows, first, last, options)
     else:
         scores = METHODS[sparse.method](_tiles(q, cache, rows, positions, lengths), options)
     numbers = listed_blocks(scores, first, last, sparse.threshold, listing.most)
     return BlockList(numbers, tile_of(q.shape[1]), BLOCK)
 
 
-def gathers_nothing(sparse: SparsePrefill, backend: str, group: int) -> bool:
-    """Whether a kernel makes the scores of tiles of 128 tokens and `group` query heads of a KV head, for lists that
-    this backend of `prefill_attention` takes; it reads keys where they lie. XLA's forms gather the keys of each chunk's
-    row first."""
-    if backend != "pallas_gpu" or sparse.method != "xattention":
-        return False
-    from inferlib.pallas_kernels import antidiagonals_gpu
+def choose_scores(q: Shaped, cache: KvCache, sparse: SparsePrefill, backend: str) -> Choice:
+    """Which implementation scores blocks for queries [P, C, K, G, h] and lists that this backend of
+    `prefill_attention` takes. Kernels read keys where they lie; XLA gathers the keys of each chunk's row first. Arrays
+    may be shapes."""
+    if sparse.method != "xattention" or backend not in ("pallas_gpu", "pallas_tpu"):
+        return Choice("xla")
+    if backend == "pallas_tpu":
+        from inferlib.pallas_kernels import antidiagonals_tpu
 
-    return antidiagonals_gpu.fits(BLOCK, group)
+        reason = antidiagonals_tpu.unsupported(q, cache)
+    else:
+        from inferlib.pallas_kernels import antidiagonals_gpu
+
+        reason = antidiagonals_gpu.unsupported(q, cache, tile_of(q.shape[1]))
+    return Choice("xla", reason) if reason else Choice(backend)
 
 
-def _kernel_scores(q: jax.Array, cache: KvCache, listing: Listing) -> bool:
-    """Whether the kernel for GPUs makes the scores."""
-    if not gathers_nothing(listing.sparse, listing.backend, q.shape[3]):
-        return False
-    from inferlib.pallas_kernels import antidiagonals_gpu
+def _by_tpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptions) -> jax.Array:
+    """The scores of `antidiagonals` by the kernel for TPUs, which CPUs interpret."""
+    from inferlib.pallas_kernels import antidiagonals_tpu
 
-    return antidiagonals_gpu.unsupported(q, cache, tile_of(q.shape[1])) is None
+    def run(q, k, rows, first, last, *, interpret: bool):
+        of_call = replace(cache, k=k, v=None)
+        return antidiagonals_tpu.block_scores(q, of_call, rows, first, last, options, interpret=interpret)
+
+    return run_kernel(run, q, cache.k, rows, first, last)
 
 
 def _by_gpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptions) -> jax.Array:
@@ -229,6 +238,9 @@ def _by_gpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptio
         return antidiagonals_gpu.block_scores(tiles, of_call, options, interpret=interpret)
 
     return run_kernel(run, q, cache.k, rows, first, last)
+
+
+_KERNELS = {"pallas_gpu": _by_gpu_kernel, "pallas_tpu": _by_tpu_kernel}
 
 
 def shape_of_list(q: Shaped, most: int) -> BlockList:

@@ -159,6 +159,7 @@ MOST = {
         "mxfp4, T 16": (None, 1.08, 1.40),
         "fp8_block, T 16": (1.03, None, 1.04),
     },
+    "antidiagonals": {"2048 behind 30720, 1 head": (1.53, None, 2.89)},
     # By operations: 1 / R is the share of the matrix units' peak, of which heads of 128 can have half on v6e and v7x.
     "prefill_attention": {
         "8192": (None, None, 3.46),

@@ -223,6 +223,16 @@ def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     assert all(outcome.facts["weight_copies"] == [] for outcome in outcomes)
 
 
+@pytest.mark.slow
+def test_lists_of_blocks_are_made_by_the_kernel():
+    """And taken by that of prefill attention, in pages as they lie."""
+    made = replace(tiny("v5e-8", "tp=8"), buckets=Buckets((512,), (8,), (2048,)), sparse_prefill="xattention:0.9")
+    report = report_of(made, [key for key in keys_of(made) if key.chunks == 1])
+    assert report.ok
+    for program in report.programs:
+        assert _but_products(program) == dict.fromkeys(("antidiagonals", "chunk_write", "prefill_attention"), 3)
+
+
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_do():
     """In a process where JAX itself has no reason to load the compiler, which a child loads alone."""
     arguments = ["compile", "--config", "llama3-8b", "--target", "v5e-1", "--json"]

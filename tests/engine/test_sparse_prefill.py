@@ -12,7 +12,10 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.config import DeviceKind, EngineOptions
+from inferlib.engine import memory
+from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.models.families import config_from_hf
 from inferlib.option_checks import ConfigurationError
 from inferlib.pallas_kernels import prefill_attention_hopper_gpu
 from inferlib.programs.counter import compilations
@@ -92,8 +95,8 @@ def test_all_blocks_are_full_attention(sparse):
 
 def resolve(platform: str = "cpu", parallel: str | None = None, **options: Any):
     shards = None if parallel is None else planned_shards(Parallelism.parse(parallel))
-    sizes = EngineOptions(max_batch=8, max_len=512, **{"sparse_prefill": "xattention:0.9", **options})
-    return sizes.resolve(DeviceKind(platform), shards)
+    sizes = {"max_batch": 8, "max_len": 512, "sparse_prefill": "xattention:0.9"}
+    return EngineOptions(**sizes | options).resolve(DeviceKind(platform), shards)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +126,13 @@ def test_models_platforms_and_artifacts():
     assert Deployment.from_json(json.loads(json.dumps(sparse.to_json()))) == sparse
     (key, *_) = [key for key in made.keys() if key.chunks]  # noqa: SIM118
     assert made.program_hash(key, None) != sparse.program_hash(key, None)
+
+
+@pytest.mark.parametrize(("page", "dtype", "gathers"), [(128, None, False), (64, None, True), (128, "int8", True)])
+def test_keys_that_a_kernel_reads_in_place_take_no_memory(page, dtype, gathers):
+    """On a TPU: of one chunk as long as the bucket, 8 KV heads of 4,096 positions, twice."""
+    model = abstract_model(config_from_hf(configs.load("llama3-8b") | {"num_hidden_layers": 1}), "bfloat16")
+    sizes = {"max_len": 4096, "buckets": Buckets((512,), (8,), (4096,)), "page_size": page, "kv_cache_dtype": dtype}
+    config = resolve("tpu", "tp=1", **sizes)
+    needed = memory._by_xla(config, model)
+    assert needed == (2 * 8 * 4096 * 128 * 2 if gathers else 0)

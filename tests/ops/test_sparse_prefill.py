@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops import sparse_prefill
+from inferlib.ops.choice import Choice
 from inferlib.ops.prefill_attention import choose, prefill_attention
 from inferlib.ops.sparse_prefill import (
     BLOCK,
@@ -23,10 +24,10 @@ from inferlib.ops.sparse_prefill import (
     Listing,
     SparsePrefill,
     block_list,
-    gathers_nothing,
+    choose_scores,
     listed_blocks,
 )
-from inferlib.pallas_kernels import antidiagonals_gpu, prefill_attention_hopper_gpu
+from inferlib.pallas_kernels import antidiagonals_gpu, antidiagonals_tpu, prefill_attention_hopper_gpu
 
 PAGE, HEADS, GROUP, SIZE, SCALE = 64, 2, 2, 8, 0.5
 SLOTS, WIDTH = 1000, 300  # neither is a multiple of a block, or of a tile
@@ -182,13 +183,56 @@ def test_the_kernel_scores_as_xla_does(softcap, interpret):
     assert (np.sum(got, axis=(1, 3)) > 0).tolist() == (last >= 0).tolist()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "width", "chunks"),
+    [
+        ("bfloat16", 5.0, 304, [(640, 300), (0, 304), (128, 1), (512, 0)]),
+        pytest.param("float32", None, 64, [(0, 64), (333, 50)], marks=pytest.mark.slow),
+    ],
+)
+def test_the_tpu_kernel_scores_as_xla_does(dtype, softcap, width, chunks):
+    """A prompt's last blocks, a first chunk, one token and none; cells that nobody may read are NaN."""
+    rng, page, columns, options = np.random.default_rng(0), 128, 10, AttentionOptions(0.1, softcap=softcap)
+    table = rng.permutation(len(chunks) * columns).reshape(-1, columns).astype(np.int32)
+    pool = np.full((table.size, HEADS, page, 128), np.nan, np.float32)
+    q = rng.normal(size=(len(chunks), width, HEADS, GROUP, 128))
+    for row, (start, length) in enumerate(chunks):
+        q[row, length:] = np.nan
+        for p in range(start + length if length else 0):
+            pool[table[row, p // page], :, p % page] = rng.normal(size=(HEADS, 128))
+    cache = KvCache(jnp.asarray(pool, dtype), pages=jnp.asarray(table), limit=columns * page - 20)
+    starts, lengths = (jnp.asarray(x, jnp.int32) for x in zip(*chunks, strict=True))
+    positions = starts[:, None] + jnp.arange(width)
+
+    @jax.jit
+    def both(q, cache, positions, lengths):
+        rows = jnp.arange(len(chunks))
+        tiles = sparse_prefill._tiles(q, cache, rows, positions, lengths)
+        run = partial(antidiagonals_tpu.block_scores, q, cache, rows, tiles.first, tiles.last, options)
+        return run(interpret=True), METHODS["xattention"](tiles, options), tiles.last
+
+    got, want, last = both(jnp.asarray(q, dtype), cache, positions, lengths)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert (np.sum(got, axis=(1, 3)) > 0).tolist() == (last >= 0).tolist()
+
+
 def test_what_gathers_no_keys():
-    """On GPUs, XAttention's scores of up to 16 query heads of a KV head."""
-    xattention = SparsePrefill("xattention", 0.9)
-    assert gathers_nothing(xattention, "pallas_gpu", 16)
-    assert not gathers_nothing(xattention, "pallas_gpu", 17)
-    assert not gathers_nothing(xattention, "pallas_tpu", 4)
-    assert not gathers_nothing(SparsePrefill("sample", 0.9), "pallas_gpu", 4)
+    """XAttention's scores on GPUs and TPUs, of caches that their kernels read."""
+
+    def chosen(backend: str, group: int = 4, page: int = 128, size: int = 128, method: str = "xattention"):
+        q = cast("Any", jax.ShapeDtypeStruct((1, 256, 2, group, size), jnp.bfloat16))
+        cell = cast("Any", jax.ShapeDtypeStruct((8, 2, page, size), jnp.bfloat16))
+        cache = KvCache(cell, pages=cast("Any", jax.ShapeDtypeStruct((1, 8), jnp.int32)))
+        return choose_scores(q, cache, SparsePrefill(method, 0.9), backend)
+
+    for backend in ("pallas_gpu", "pallas_tpu"):
+        assert chosen(backend, 16) == Choice(backend)
+        assert chosen(backend, method="sample") == Choice("xla")
+    assert chosen("xla") == Choice("xla")
+    assert "with 17 query heads" in chosen("pallas_gpu", 17).reason
+    assert "pages of 64 positions" in chosen("pallas_tpu", page=64).reason
+    assert "heads of size 64" in chosen("pallas_tpu", size=64).reason
+    assert "bytes of on-chip memory" in chosen("pallas_tpu", 128).reason
 
 
 @pytest.mark.parametrize(("size", "pages"), [(128, 4), (64, None)])

@@ -12,6 +12,7 @@ import numpy as np
 
 from inferlib.targets import Target
 from inferlib.tuning.kernel_cases import (
+    antidiagonals,
     chunk_write,
     collective_matmul,
     decode_attention,
@@ -63,7 +64,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "prefill_attention": prefill_attention.CASES,
 }
 # Kernels without blocks to choose.
-FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES, "group_order": group_order.CASES}
+FIXED: Mapping[str, Mapping[str, Case]] = {
+    "antidiagonals": antidiagonals.CASES,
+    "chunk_write": chunk_write.CASES,
+    "group_order": group_order.CASES,
+}
 # Kernels on several devices.
 RINGS: Mapping[str, Mapping[str, collective_matmul.CollectiveMatmul]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {
