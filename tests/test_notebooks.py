@@ -51,7 +51,6 @@ LESS = {
         "temperature=0.2, seed=7, max_tokens=64": "temperature=0.2, seed=7, max_tokens=8",
     },
     "12_serving": {  # of the whole model: two layers do not end the JSON that a client asks for
-        "decode_steps=2, progress=False)": "decode_steps=2, progress=False, scan=True)",
         "CLIENTS = [1, 2, 4, 8, 16]": "CLIENTS = [4]",
         "REQUESTS = 3": "REQUESTS = 1",
         "for _ in range(2):": "for _ in range(1):",
