@@ -256,9 +256,9 @@ def _kernel(
 
     tokens = stop - scalars.starts[chunk] - part * q_ref.shape[1]
     for member in range(q_ref.shape[0]):
-        _clean(q_ref.at[member], tokens)
-        lines = jnp.concatenate(_cells(q_ref.at[member], 0, sizes.lines, STRIDE), axis=1)
-        queries_s[pl.ds(member * sizes.lines, sizes.lines)] = lines
+        mine = queries_s.at[pl.ds(member * sizes.lines, sizes.lines)]
+        mine[...] = jnp.concatenate(_cells(q_ref.at[member], 0, sizes.lines, STRIDE), axis=1)
+        _clean(mine, tokens, each=STRIDE)
     top_s[...] = jnp.full_like(top_s, MASKED)
     sum_s[...] = jnp.zeros_like(sum_s)
 
@@ -306,13 +306,14 @@ def _keys(ref) -> jax.Array:
     return jnp.concatenate([jnp.concatenate(cells, axis=1) for cells in strides])
 
 
-def _clean(ref, count) -> None:
-    """Put zeros from the cell `count` of [n, h] on, which may be anything."""
+def _clean(ref, count, each: int = 1) -> None:
+    """Put zeros from the cell `count` on, which may be anything. ref [n, each * h]: `each` cells side by side."""
 
-    @pl.when(count < ref.shape[0])
+    @pl.when(count < each * ref.shape[0])
     def _():
-        cell = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
-        ref[...] = jnp.where(cell < count, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
+        row, column = (lax.broadcasted_iota(jnp.int32, ref.shape, n) for n in (0, 1))
+        there = each * row + div(column, ref.shape[1] // each) < count
+        ref[...] = jnp.where(there, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
 
 
 def _products(strides: jax.Array, queries: jax.Array) -> jax.Array:

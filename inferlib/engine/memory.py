@@ -129,10 +129,10 @@ def _shapes(config: EngineConfig, model: AbstractModel, spec: AttentionSpec) -> 
     heads, (chunks, width) = model.layout.heads(spec), max(config.prefill_shapes(), key=lambda shape: shape[1])
     groups, page = heads.groups // config.shards.size(axes.KV_HEADS), config.pool.page
     q = jax.ShapeDtypeStruct((chunks, width, groups, heads.queries, spec.head_dim), model.dtype)
-    dtype = jnp.dtype(config.kv_cache_dtype or model.dtype)
     table: Any = jax.ShapeDtypeStruct((chunks, -(-config.max_len // page)), jnp.int32)
-    k: Any = jax.ShapeDtypeStruct((1, groups, page, spec.head_dim), dtype)
-    scales: Any = None if dtype == model.dtype else jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
+    k: Any = jax.ShapeDtypeStruct((1, groups, page, spec.head_dim), model.dtype)
+    # Whatever the dtype of a quantised cache, no kernel makes scores from it.
+    scales: Any = config.kv_cache_dtype and jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
     return q, KvCache(k, None, scales, pages=table, limit=config.max_len)
 
 

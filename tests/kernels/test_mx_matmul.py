@@ -204,10 +204,10 @@ def test_layers_see_no_difference(shape, names, contract):
     np.testing.assert_allclose(result, dense, rtol=1e-5, atol=1e-5)
 
 
-def built(path, backend: Backend, quantization: str | None = "mxfp4") -> LLM:
-    """A model in bfloat16, in stacked layers."""
+def built(path, backend: Backend) -> LLM:
+    """A model in mxfp4 and bfloat16, in stacked layers."""
     buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
-    llm = build_llm(path, buckets, dtype="bfloat16", quantization=quantization, scan=True, backend=backend)
+    llm = build_llm(path, buckets, dtype="bfloat16", quantization="mxfp4", scan=True, backend=backend)
     assert llm.engine.programs.config.backend == backend
     return llm
 
