@@ -233,6 +233,7 @@ def test_lists_of_blocks_are_made_by_the_kernel():
         assert _but_products(program) == dict.fromkeys(("antidiagonals", "chunk_write", "prefill_attention"), 3)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_do():
     """In a process where JAX itself has no reason to load the compiler, which a child loads alone."""
     arguments = ["compile", "--config", "llama3-8b", "--target", "v5e-1", "--json"]

@@ -145,6 +145,7 @@ ALIKE |= {"glm", "cohere2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "bamba",
 BOTH = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in DENSE]
 )
@@ -158,6 +159,7 @@ def test_others_are_refused_by_what_they_need(family):
     assert REFUSED[family] <= {f.rule.name for f in findings(programs(family).lower(BOTH, "neuron"))}
 
 
+@pytest.mark.slow
 def test_every_program_of_a_set_passes():
     keys = [key for key in planned_keys(programs("llama").config) if key.limit == 32 and key.rows != 1]
     assert {key.mode for key in keys} == {"greedy", "sample", "logprobs"}

@@ -81,6 +81,7 @@ def test_nearest_writes_what_convert_and_llm_make(model, tmp_path):
         np.testing.assert_array_equal(ours, np.asarray(theirs).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch):
     """Also with a head that was parted from its embedding by a rotation, with inputs that programs rotate, and a branch
     of low rank; on a mesh, whose CPUs take no types of four bits, with stacked layers. A mesh that would cut a rotation

@@ -46,6 +46,7 @@ def test_sums_and_residuals_are_those_of_one_device(family, options, tmp_path):
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-4 * logits[0].std())
 
 
+@pytest.mark.slow
 def test_eight_devices_write_what_one_does(checkpoint, tmp_path, monkeypatch):
     """But for numbers next to a border of rounding, which a last bit of a sum may move."""
     data = TextSample(["The quick brown fox jumps over the lazy dog. " * 40], tokens=256, window=32)

@@ -66,6 +66,7 @@ RESTORED = {
     "minicpm3": ["tp=4,cp=2,rules=tp2d"],
     "corrected experts": ["ep=2"],
 }
+SLOW = ("nemotron_h", "minicpm3")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,14 @@ def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", scan
 # ---- the same weights
 
 
-@pytest.mark.parametrize(("shape", "parallel"), [(shape, p) for shape, meshes in RESTORED.items() for p in meshes])
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        pytest.param(shape, p, marks=[pytest.mark.slow] if shape in SLOW else [])
+        for shape, meshes in RESTORED.items()
+        for p in meshes
+    ],
+)
 def test_saved_on_four_devices_restored_on_others(shape, parallel, checkpoint, converted):
     assert_same(converted(shape), checkpoint(shape), "float32", parallel)
 

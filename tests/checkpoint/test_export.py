@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "method", "family", "options"), CASES)
 def test_transformers_and_this_library_read_the_same_model(model, tmp_path, scheme, method, family, options):
     path = checkpoint(model, tmp_path / "model", family, **options)

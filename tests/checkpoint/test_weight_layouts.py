@@ -69,6 +69,7 @@ def test_layouts_are_left_alone_where_they_are_not_free(llm):
     assert set(programs.formats) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_gpus_have_inputs_side_by_side_where_they_are_rounded(llm, scan, monkeypatch):
     """Tokens are those of weights in the usual layout; random weights lie as those that are loaded."""

@@ -333,7 +333,8 @@ def test_full_device(batch, line):
     assert "No space left on device: '/dev/full'" in message
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interruption(batch, number):
     """The command is stopped in the midst, then continued; the results are those of an uninterrupted run."""
     count = 20_000

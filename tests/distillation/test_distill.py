@@ -68,6 +68,7 @@ def test_a_run_leaves_a_head_as_published(model, whole):
     assert len(losses(whole)) == SMALL["steps"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_path, monkeypatch):
     out, add = tmp_path / "head", Record.add
 

@@ -197,6 +197,7 @@ def test_adapters_take_no_collectives(parallel, llm):
         assert with_adapters == without
 
 
+@pytest.mark.slow
 def test_other_devices_prefill(written, expected):
     """They have slots of their own, and nothing compiles. A name that another adapter got since is that one's."""
     path, adapters = written("llama")
@@ -216,6 +217,7 @@ def test_other_devices_prefill(written, expected):
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_quantised_weights(written, without_adapters):
     """Each product is that of the quantised weight, and the adapter's in full precision beside it."""
     path, adapters = written("llama")
@@ -351,6 +353,7 @@ def failing(llm: LLM) -> Iterator[None]:
         engine._program = functools.partial(program, engine)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("draft", marks=pytest.mark.slow)])
 def test_with_speculation(method, written, expected, tmp_path):
     """By a head or a model without adapters, whose weights are behind their factors."""

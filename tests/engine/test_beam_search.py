@@ -20,6 +20,7 @@ def results_of(outputs):
     return [[(beam.tokens, pytest.approx(beam.score, abs=1e-4)) for beam in output.sequences] for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4])
 def test_beams_of_one_length_are_transformers(width, llama, checkpoint):
     params = BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True)

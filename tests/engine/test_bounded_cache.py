@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"dtype": "bfloat16", "cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # learned positions
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},  # below
 }
-SLOW = ("llama mesh", "llama mesh pyramidkv", "gemma3n_text pyramidkv", "gpt2")
+SLOW = ("llama pyramidkv", "llama mesh", "llama mesh pyramidkv", "gemma3n_text pyramidkv", "gpt2")
 
 
 @pytest.fixture(scope="module")

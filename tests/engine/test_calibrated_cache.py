@@ -98,6 +98,7 @@ def test_a_turned_model_has_the_logits_of_the_original(path):
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_a_cache_that_rounds(path, packed):
     """Chunk by chunk and token by token, in whole rows and in rings that wrap."""
     (prompt,) = random_prompts([45])

@@ -48,6 +48,7 @@ def expected(llm) -> list[list[int]]:
         return [tokens_of(llm, [prompt], params)[0] for prompt, params in pairs]
 
 
+@pytest.mark.slow
 def test_rows_equal_models_of_fewer_steps(path, llm, expected):
     """Rows of different depths in one batch, and alone; nothing compiles. A model that is built with fewer steps has
     the same tokens."""

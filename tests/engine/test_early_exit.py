@@ -88,6 +88,7 @@ def assert_chosen_by_the_oracle(
     return taken
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_oracle(llm, expected):
     """Prompts and decoding, of rows of different thresholds and depths in one batch, and alone; nothing compiles."""
     llm.warmup(["greedy"])

@@ -83,6 +83,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not source._restored
 
 
+@pytest.mark.slow
 def test_rows_whose_pages_are_all_here_are_those_of_the_selection(build):
     """Bit by bit."""
     expected = scored(build("llama", "quest:3", prefix_caching=False, **ONE), PROMPTS)
@@ -138,6 +139,7 @@ def test_rows_are_longer_than_the_pages_on_the_device(kind, tight):
     assert_nothing_left(llm.engine)
 
 
+@pytest.mark.slow
 def test_pages_of_rows_that_are_aborted_preempted_or_moved(build):
     """Rows go on with as many tokens as they were to have, and no page is lost on either side."""
     with new_engine(build("llama", "quest:3:resident=5", **MOVING), pages=22) as engine:

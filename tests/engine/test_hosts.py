@@ -131,6 +131,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
             assert result[name] == value, name
 
 
+@pytest.mark.slow
 def test_two_processes(start, expected, model):
     """They time steps together as well."""
     first, second = results(start(2, "tp=2", "greedy", sizes={"itl": 100, "decode_steps": 1}))

@@ -54,7 +54,8 @@ def test_the_pool_is_a_set_of_free_pages(count, calls):
 # Around parts of pages, pages and steps of 16 tokens; together far more than the pool has.
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 33, 40]
 COUNTS = [40, 57, 8, 9, 1, 33, 48, 30, 50, 56]
-KINDS = ("llama stacked", "gpt_oss", "qwen3_5_text")  # pages, and rings and states beside them
+# Pages, and rings and states beside them.
+KINDS = ("llama stacked", "gpt_oss", pytest.param("qwen3_5_text", marks=pytest.mark.slow))
 
 
 @pytest.fixture
@@ -87,6 +88,7 @@ PENALIZED = SamplingParams(
 )
 
 
+@pytest.mark.slow
 def test_samples_penalties_and_log_probabilities_go_on(engine_of):
     """What is computed again of a sequence counts its tokens as generated, and draws the next one's numbers."""
     engine, prompts = engine_of("llama stacked"), random_prompts(LENGTHS[4:], seed=31)

@@ -185,6 +185,7 @@ def test_sequences_that_are_cancelled_leave_nothing(apart, alone):
         assert source.hit_tokens["prefill"] < 5 * 48
 
 
+@pytest.mark.slow
 def test_an_llm_warms_up_sleeps_and_forgets(checkpoint, alone):
     """One whose prompts come with their states."""
     kind, prompts = "qwen3_5_text", random_prompts([40, 20, 70], seed=11)
@@ -201,6 +202,7 @@ def test_an_llm_warms_up_sleeps_and_forgets(checkpoint, alone):
     assert llm.stats.handed_tokens == 3 * (32 + 16 + 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

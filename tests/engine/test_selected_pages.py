@@ -130,6 +130,7 @@ def test_pages_that_are_copied_evicted_and_given_away(selecting):
     assert all(len(s.tokens) == 20 for s in sequences)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token(selecting, checkpoint):
     """Each of several queries of a row selects for itself, as if tokens came one by one."""
     prompts = [[*tail[:5] * 4, *tail[:3]] for tail in TAILS[:3]]

@@ -276,6 +276,7 @@ def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, jobs, host, 
         assert len(engine.source.host) <= host
 
 
+@pytest.mark.slow
 def test_replicas_share_the_host(checkpoint, tight):
     """What one replica evicted serves another, whose devices split it in the same way."""
     options = {"decode_steps": 1, "parallel": "dp=2,tp=2", "page_size": PAGE, "scan": True}

@@ -96,6 +96,7 @@ def arrays_of(directory: Path) -> list[np.ndarray]:
 # ---- what is trained and written
 
 
+@pytest.mark.slow
 def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, quantized, words, whole):
     result = json.loads((whole / "training" / "result.json").read_text())
     assert result["after"] < 0.85 * result["before"]
@@ -110,6 +111,7 @@ def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, qu
     assert LLM(whole, max_len=32).generate("alpha")[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(model, quantized, texts, whole, tmp_path, monkeypatch):
     out, add = tmp_path / "out", Record.add
 
@@ -168,6 +170,7 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole), rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "scheme", "method"),
     [

@@ -202,6 +202,7 @@ MLA_DECODE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends(MLA_DECODE))
 @given(data=st.data(), seed=SEEDS, loudness=LOUDNESS)
 @settings(max_examples=12)

@@ -135,12 +135,14 @@ def test_quantised_caches(name, backend):
     QUANTISED_CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.slow
 @on_backends(WRITING_CASES, ("xla", "tpu"), RACES)
 def test_new_cells_are_written(name, backend):
     """And no other bit of the cache changes."""
     WRITING_CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.slow
 @on_backends(SHORT_CASES, ("tpu",), RACES)
 def test_short_rows(name, backend, monkeypatch):
     """Eight at a time, or four, so that eight are two groups."""

@@ -124,6 +124,7 @@ def test_in_pieces(name, buffers):
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
 
 
+@pytest.mark.slow
 @copies_of(RACES, early=("pieces, mxfp4",))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""

@@ -72,6 +72,7 @@ def test_equals_the_oracle(name):
     case.check(jax.jit(run))
 
 
+@pytest.mark.slow
 @copies_of(RACES, early=("mxfp4",))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""

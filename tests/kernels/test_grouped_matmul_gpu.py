@@ -57,6 +57,7 @@ def test_sorted_rows_by_the_weights_of_their_groups(scheme, dtype):
     check(got[:22], np.einsum("mi,mpio->mpo", np.asarray(x, np.float64)[rows[:22]], values[1][ids]), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "dtype"), WEIGHTS)
 def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
     rng, ids = np.random.default_rng(0), np.array([5, -1, 0, 5], np.int32)

@@ -87,6 +87,7 @@ def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 # Each number of rows and each activation with each scheme, but not every pair; int8 has a kernel for 1 row only.
 @pytest.mark.parametrize(
     ("scheme", "rows", "activation"),

@@ -24,9 +24,10 @@ from tests.helpers.sequences import logits_and_tokens
 # 4.5 MoE, MiniMax-M2) or latents (DeepSeek-V2 and V3, GLM-4 MoE Lite, Mistral 4) have no kind of layer or cache that is
 # not here or in `test_cache`; `test_parity` holds their logits to transformers'.
 # Sinks decode in `test_packed_prefill`.
-SLOW = ("llama4_text", "minimax", "kimi_linear", "olmo_hybrid", "gpt2", "gemma4_text", "mimo_v2_flash", "longcat_flash")
+SLOW = ("lfm2", "nemotron_h", "llama4_text", "minimax", "kimi_linear", "olmo_hybrid", "gpt2")
+SLOW += ("gemma4_text", "mimo_v2_flash", "longcat_flash")
 KINDS = [
-    *("minicpm3", "gemma3n_text", "qwen3_5_text", "lfm2", "nemotron_h"),
+    *("minicpm3", "gemma3n_text", "qwen3_5_text"),
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
 ]
 # Other stacked layers decode in `test_cache` and in the tests of speculation.

@@ -21,6 +21,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_generates_what_transformers_does(family, overrides, tmp_path):
     path = make_checkpoint(tmp_path, family, **overrides)

@@ -26,6 +26,7 @@ def test_gradients_are_those_of_learned_steps():
     np.testing.assert_allclose(of_scale, np.where(np.abs(steps) <= 7, codes - steps, 7).sum(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8_a8", "mxfp8_a8", "mxfp4_a8"])
 def test_products_round_inputs_as_the_scheme_does(name):
     scheme = QUANTIZATIONS[name]

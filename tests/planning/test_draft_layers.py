@@ -54,6 +54,7 @@ def test_a_head_reads_itself(tmp_path, checkpoint):
     assert drafts_option(f"eagle3:{folder}:3", 0.5, source) == Drafts(Speculation("eagle3", 3, folder), 0.5, head=head)
 
 
+@pytest.mark.slow
 def test_plans_draft_where_layers_pay():
     drafts, work = Drafts(Speculation("mtp", 3), 0.8), Workload(1024, 256, 4)
     without, drafting = (plan("deepseek-v3", "v6e-256", work, drafts=it).ranking.options for it in (None, drafts))

@@ -65,6 +65,7 @@ def tiny() -> ModelConfig:
     return ModelConfig("none", vocab=64, dim=8, layers=(layer,), context=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tile", "pages", "alike"), [(None, None, False), (4, None, True), (4, 10, False)])
 def test_it_sends_what_the_engine_sends(tile, pages, alike, monkeypatch):
     """The same programs for the same rows, in the same order, and as many tokens come back from each; also with a pool

@@ -146,6 +146,7 @@ def test_collectives_beside_a_sequence_axis_are_those_promised(programs_of):
     assert_collectives_equal(programs, ProgramKey("greedy", 1, MAX_LEN, chunks=1, chunk=CHUNK))
 
 
+@pytest.mark.slow
 def test_quantised_experts(shape_of):
     options = dict(quantization="int8", max_batch=4, buckets=Buckets((CHUNK,), (4,), (MAX_LEN,)), max_len=MAX_LEN)
     tokens = np.random.default_rng(5).integers(3, 131, 16).tolist()

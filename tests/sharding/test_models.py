@@ -74,6 +74,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         assert_collectives_equal(engine.programs, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "parallel"),
     [
@@ -81,13 +82,13 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         ("olmo2", "cp=4,tp=2,rules=helix"),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         ("gates", "cp=2,tp=2,rules=helix"),
-        pytest.param("biased", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
-        pytest.param("olmo2", "tp=8", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
-        pytest.param("llama4", "cp=2", marks=pytest.mark.slow),
-        pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
-        pytest.param("gemma4", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
-        pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("biased", "tp=4,rules=tp_sp"),
+        ("olmo2", "tp=8"),
+        ("gpt_oss", "cp=2,tp=2,rules=helix"),
+        ("llama4", "cp=2"),
+        ("gpt2", "cp=2,tp=2,rules=tp2d"),
+        ("gemma4", "cp=2,tp=2,rules=tp2d"),
+        ("mimo", "cp=2,tp=2,rules=helix"),
     ],
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
@@ -100,14 +101,16 @@ def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected)
         assert_collectives_equal(engine.programs, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "parallel"),
-    [("smollm2", "tp=2,dp=2"), pytest.param("experts", "ep=2,cp=2,tp=2", marks=pytest.mark.slow)],
+    [("smollm2", "tp=2,dp=2"), ("experts", "ep=2,cp=2,tp=2")],
 )
 def test_the_same_with_stacked_layers(shape, parallel, engine_of, expected):
     assert_same_logits_and_tokens(engine_of(shape, parallel, scan=True), shape, expected)
 
 
+@pytest.mark.slow
 def test_the_same_samples(engine_of, expected):
     """Seeded tokens under every kind of parameter; log-probabilities, ranks and alternatives; log-probabilities of
     prompts, whose tokens were dealt out, in order."""
@@ -126,6 +129,7 @@ def test_the_same_samples(engine_of, expected):
         np.testing.assert_allclose(*prompts, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_replicas_whose_pages_run_out_give_the_same_tokens(engine_of, programs_of):
     """Each replica has pages for one longest sequence. Sequences are preempted, and move to lower rows."""
     shape, parallel = "gemma3", "dp=2,cp=2,tp=2"
@@ -147,6 +151,7 @@ def test_replicas_whose_pages_run_out_give_the_same_tokens(engine_of, programs_o
     assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_share_pages_of_a_replica(engine_of):
     """Pages, and parts of pages, are copied on each device. A replica serves what it has the beginning of, unless the
     other one has less to do."""

@@ -109,6 +109,7 @@ def twice(path) -> LLM:
     return drafting(path, path)
 
 
+@pytest.mark.slow
 def test_the_cache_follows_the_targets(twice, without):
     """All drafts of the model itself stand, at any temperature, whatever became of the rows that they are made for; the
     last time where what is not valid holds NaN before each dispatch."""
@@ -136,6 +137,7 @@ def test_the_cache_is_complete_behind_a_prompt_that_comes_later(twice):
         assert engine.stats.accepted_drafts == engine.stats.drafts > 20
 
 
+@pytest.mark.slow
 def test_states_follow_the_targets(states, undrafted, counts):
     """The same of a model that keeps states and drafts for itself. Dispatches without drafts lie in between, and cached
     prompts go on from snapshots."""

@@ -59,6 +59,7 @@ def assert_all_kinds(llm: LLM) -> None:
     assert 0.2 < llm.stats.accepted_drafts / llm.stats.drafts < 0.95
 
 
+@pytest.mark.slow
 def test_states_have_tokens_that_stand(checkpoint, undrafted, counts):
     """Of rows that go on from snapshots, lose their pages, end within a step, and decode without drafts in between."""
     counts(3, 3, 0)

@@ -60,6 +60,7 @@ def expected(without) -> list[RequestOutput]:
     return run(without, GREEDILY)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_without(path, without, expected):
     """With rows that lose their pages; the second time from the cache, where what is not valid holds NaN."""
     llm = tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")

@@ -73,6 +73,7 @@ def assert_published(path: Path, without: LLM) -> None:
     assert wanted[1] > 5
 
 
+@pytest.mark.slow
 def test_drafts_are_the_published_ones(path, without):
     assert_published(path, without)
 
