@@ -382,11 +382,11 @@ def test_plans_commands_and_artifacts_know_them():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_keys_tell_more_than_their_age():
-    """Real weights: needles that are found again in less than half of the cache. Of the newest 256 positions one in
+    """Real weights: needles that are found again in less than half of the cache. Of the newest 128 positions one in
     three is."""
     right, text = {}, long_contexts.TEXT.read_text()
-    for policy in ("keydiff:256", "streaming:256"):
-        llm = long_contexts.build("smollm2", 576, None, cache_policy=policy, dtype="float32", scan=True)
-        right[policy] = long_contexts.answers(llm, long_contexts.questions(llm, text, 576, contexts=2))
-    assert right["keydiff:256"] >= 4
-    assert right["streaming:256"] <= 2
+    for policy in ("keydiff:128", "streaming:128"):
+        llm = long_contexts.build("smollm2", 384, None, cache_policy=policy, dtype="float32", scan=True)
+        right[policy] = long_contexts.answers(llm, long_contexts.questions(llm, text, 384, contexts=2))
+    assert right["keydiff:128"] >= 4
+    assert right["streaming:128"] <= 2

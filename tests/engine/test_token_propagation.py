@@ -181,9 +181,8 @@ def test_prompts_are_not_scored(fastkv):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("optimized_programs")
 def test_smollm2_finds_what_is_hidden():
     """With 32 % of the tokens in the last third of the layers, selected by the question."""
-    llm = long_contexts.build("smollm2", 800, None, dtype="float32", sparse_prefill="fastkv:20:0.3:1024")
-    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 800, contexts=1)
+    llm = long_contexts.build("smollm2", 448, None, dtype="float32", sparse_prefill="fastkv:20:0.3:512")
+    asked = long_contexts.questions(llm, long_contexts.TEXT.read_text(), 448, contexts=1)
     assert long_contexts.answers(llm, asked) == len(asked)

@@ -13,7 +13,6 @@ from inferlib import LLM, Speculation, convert, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.config import ConfigError
 from inferlib.outputs import RequestOutput
-from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
 from tests.helpers.mtp import MTP_LAYERS, PublishedMtp, make_target
 from tests.helpers.speculation import (
@@ -21,11 +20,9 @@ from tests.helpers.speculation import (
     BUCKETS,
     IDS,
     SAMPLED,
-    assert_nothing_compiles,
     assert_same,
     counted_drafts,
     run,
-    tight,
 )
 from tests.helpers.tokenizer import write_tokenizer
 
@@ -76,17 +73,6 @@ def assert_published(path: Path, without: LLM) -> None:
 @pytest.mark.slow
 def test_drafts_are_the_published_ones(path, without):
     assert_published(path, without)
-
-
-@pytest.mark.slow
-def test_all_options_in_one_batch(path, without, counts):
-    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
-    warm-up, whatever a dispatch drafts."""
-    counts(3, 0, 1)
-    llm = assert_nothing_compiles(lambda: tight(path, BUCKETS, decode_steps=3, speculation="mtp:3"), without)
-    assert_accounted(llm.engine)
-    assert llm.engine.scheduler.preemptions
-    assert llm.stats.cached_tokens
 
 
 def test_what_is_refused(path, checkpoint, tmp_path):
