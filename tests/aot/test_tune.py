@@ -236,6 +236,7 @@ def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
         assert tune._asked_by(case).shape == shape
 
 
+@pytest.mark.slow
 def test_what_a_deployment_needs():
     hf, buckets = EXPERTS | {"num_hidden_layers": 1}, Buckets((128,), (4,), (512,))
     made = Deployment(hf, "v5e-4", "bfloat16", buckets, Parallelism(tensor=4), ("greedy",))

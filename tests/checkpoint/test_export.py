@@ -84,6 +84,7 @@ def test_transformers_and_this_library_read_the_same_model(model, tmp_path, sche
     )  # random weights do not bear four bits
 
 
+@pytest.mark.slow
 def test_inputs_that_are_rounded_are_rounded_there_too(model, tmp_path):
     """Here only in steps of many rows, so the logits are near each other."""
     path = checkpoint(model, tmp_path / "model")

@@ -60,6 +60,7 @@ def batch(inferlib, tmp_path) -> Batch:
 # ---- lines
 
 
+@pytest.mark.slow
 def test_every_kind_of_line(batch):
     messages = [{"role": "user", "content": "hé"}]
     batch.write(

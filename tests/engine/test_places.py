@@ -116,6 +116,7 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
             crowd_out(engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.sampled_from(FAST), st.lists(JOB, min_size=4, max_size=14), st.sampled_from([0, 1, 4, 40]), st.booleans())
 def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, kind, jobs, host, disk):

@@ -144,6 +144,7 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, b
         assert ours == theirs
 
 
+@pytest.mark.slow
 # Which attention sums the products depends neither on the family's norms nor on the scheme, nor the norms on either.
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),

@@ -56,6 +56,7 @@ def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoin
     assert 0 < max(shares) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "parallel"),
     [

@@ -82,6 +82,7 @@ def test_decoding_equals_one_pass(alone):
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [

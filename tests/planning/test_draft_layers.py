@@ -65,6 +65,7 @@ def test_plans_draft_where_layers_pay():
     assert drafted.throughput > max(o.throughput for o in alike)
 
 
+@pytest.mark.slow
 def test_meshes_that_split_positions_draft_too():
     """On TPUs each query of a row reads the row's cells, as those that they see are no range of a device's."""
     drafts = Drafts(Speculation("mtp", 3), 0.8)

@@ -100,6 +100,7 @@ def test_an_explanation_is_what_the_command_prints():
     assert "parallel" not in alone.facts()
 
 
+@pytest.mark.slow
 def test_compiled_for_the_cpu():
     result = inferlib.compile(HF, buckets=BUCKETS, modes=("greedy",), workers=1)
     assert result.ok

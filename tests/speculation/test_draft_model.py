@@ -125,6 +125,7 @@ def test_the_cache_follows_the_targets(twice, without):
     assert max(shares) > 0
 
 
+@pytest.mark.slow
 def test_the_cache_is_complete_behind_a_prompt_that_comes_later(twice):
     """A step with a prompt follows one whose drafts all stood, the last of which has no cell yet."""
     first, second = (sequence(prompt, 26, options()) for prompt in (TAILS[1], TAILS[4]))
