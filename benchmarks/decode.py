@@ -16,7 +16,8 @@ chosen if all are equally likely) over the copy bandwidth. --peer hf times Huggi
 a GPU with a static cache and torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the
 floor has what is read of the cache, and the summaries. With --cache-policy rows begin with as many tokens as they keep,
 a median is of as many steps as lie between two compactions, these included, and the floor has the cells that rows have
-on average. --prefill NxL also times N prompts of L tokens, from the first's start to the last's first token.
+on average. --prefill NxL also times N prompts of L tokens, from the first's start to the last's first token; with
+--sparse-prefill these attend to listed blocks.
 """
 
 from __future__ import annotations
@@ -184,9 +185,10 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
     }
 
 
-def prefill_rate(model: AbstractModel, weights, prompts: int, length: int, backend: str) -> float:
-    """Prompt tokens per second of an engine with a row for each prompt, which has compiled its programs."""
-    engine = Engine(model, weights, engine_config(model.config, prompts, length + 8, Shards(), backend=backend))
+def prefill_rate(model: AbstractModel, weights, prompts: int, length: int, **options: Any) -> float:
+    """Prompt tokens per second of an engine with a row for each prompt, which has compiled its programs. options: of
+    `EngineOptions`."""
+    engine = Engine(model, weights, engine_config(model.config, prompts, length + 8, Shards(), **options))
     rng, params = np.random.default_rng(2), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = []
     for _ in range(3):  # the first compiles
@@ -276,6 +278,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache-policy", help="what a row keeps, such as keydiff:2048; default: all")
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--prefill", metavar="NxL", help="also time N prompts of L tokens")
+    parser.add_argument("--sparse-prefill", help="what these attend to, such as xattention:1; default: all")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
     with user_errors(parser):
@@ -284,6 +287,8 @@ def arguments() -> argparse.Namespace:
         if len(prefill) not in (0, 2) or not all(n.isdecimal() and int(n) for n in prefill):
             raise ValueError(f"--prefill {args.prefill}: write prompts x tokens, such as 32x2000")
         args.prefill = [int(n) for n in prefill]
+        if args.sparse_prefill and not prefill:
+            raise ValueError("--sparse-prefill is of prompts: give --prefill")
         if args.rank < 0 or ((args.rotated or args.rank) and not args.quantization):
             raise ValueError("--rotated, and a --rank of 1 or more, are of quantized weights: give --quantization")
         args.files = ModelFiles.open(args.model) if args.model else None
@@ -326,7 +331,8 @@ def main() -> None:
         if args.peer:
             row |= {"peer_ms": peers[i], "ratio": peers[i] / row["ms"]}
     device = jax.devices()[0].device_kind
-    prefill = prefill_rate(model, weights, *args.prefill, args.backend) if args.prefill else None
+    sparse = {"backend": args.backend, "sparse_prefill": args.sparse_prefill}
+    prefill = prefill_rate(model, weights, *args.prefill, **sparse) if args.prefill else None
     if args.json:
         for row in rows:
             print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **reads, **row}))
@@ -337,7 +343,8 @@ def main() -> None:
         stored = ", ".join(filter(None, (args.quantization or dtype, *parts, *reads.values())))
         show(f"{args.name}, {stored}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
         if prefill:
-            print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens: {prefill:,.0f} tokens/s")
+            which = f", {args.sparse_prefill}" if args.sparse_prefill else ""
+            print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens{which}: {prefill:,.0f} tokens/s")
 
 
 def show(title: str, rows: list[dict]) -> None:
