@@ -8,14 +8,11 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from inferlib.attention_values import KvCache, Shaped
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import EngineConfig, EngineOptions
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
-from inferlib.ops.sparse_prefill import choose_scores
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand
@@ -110,30 +107,18 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
             heads = model.layout.heads(spec)
             logits = heads.groups * heads.queries // config.shards.size(axes.KV_HEADS) * config.max_len * 4
             most = max(most, 2 * config.buckets.prefill[-1] // config.shards.size(axes.TOKENS) * logits)
-        if config.block_lists is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
+        scores = layers["block_scores"].get(layers_of_one)
+        if scores is not None and scores.name == "xla" and isinstance(spec, AttentionSpec):
             heads, chunks = model.layout.heads(spec), max(p for p, _ in config.prefill_shapes())
             keys = heads.groups // config.shards.size(axes.KV_HEADS) * config.max_len * spec.head_dim
-            gathered = 2 * chunks * keys * model.dtype.itemsize  # as they are, and with zeros behind the row's end
-            scores = choose_scores(*_shapes(config, model, spec), config.block_lists, choice.name)
-            most = max(most, gathered if scores.name == "xla" else 0)
+            # As they are, and with zeros behind the row's end.
+            most = max(most, 2 * chunks * keys * model.dtype.itemsize)
     for layers_of_one, choice in layers["decode_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
         if choice.name == "xla" and isinstance(spec, AttentionSpec | MlaSpec):
             cells = sum(spec.cache_sizes) * (spec.kv_heads if isinstance(spec, AttentionSpec) else 1)
             most = max(most, 2 * config.rows * config.max_len * cells * model.dtype.itemsize)
     return most
-
-
-def _shapes(config: EngineConfig, model: AbstractModel, spec: AttentionSpec) -> tuple[Shaped, KvCache]:
-    """Queries of a step's longest chunk on a device, and the pages that their layer reads."""
-    heads, (chunks, width) = model.layout.heads(spec), max(config.prefill_shapes(), key=lambda shape: shape[1])
-    groups, page = heads.groups // config.shards.size(axes.KV_HEADS), config.pool.page
-    q = jax.ShapeDtypeStruct((chunks, width, groups, heads.queries, spec.head_dim), model.dtype)
-    table: Any = jax.ShapeDtypeStruct((chunks, -(-config.max_len // page)), jnp.int32)
-    k: Any = jax.ShapeDtypeStruct((1, groups, page, spec.head_dim), model.dtype)
-    # Whatever the dtype of a quantised cache, no kernel makes scores from it.
-    scales: Any = config.kv_cache_dtype and jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
-    return q, KvCache(k, None, scales, pages=table, limit=config.max_len)
 
 
 def _of_rows(config: EngineConfig, model: AbstractModel) -> int:

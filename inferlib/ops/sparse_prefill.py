@@ -202,8 +202,10 @@ def choose_scores(q: Shaped, cache: KvCache, sparse: SparsePrefill, backend: str
     """Which implementation scores blocks for queries [P, C, K, G, h] and lists that this backend of
     `prefill_attention` takes. Kernels read keys where they lie; XLA gathers the keys of each chunk's row first. Arrays
     may be shapes."""
-    if sparse.method != "xattention" or backend not in ("pallas_gpu", "pallas_tpu"):
+    if backend not in ("pallas_gpu", "pallas_tpu"):
         return Choice("xla")
+    if sparse.method != "xattention":
+        return Choice("xla", f"{sparse.method!r} has none; 'xattention' does, and takes less time")
     if backend == "pallas_tpu":
         from inferlib.pallas_kernels import antidiagonals_tpu
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -49,6 +49,29 @@ def attention_choices(
             fallback = fallback or (choice if choice.reason else None)
         choices[layers] = choice
     return choices, fallback
+
+
+def score_choices(config: EngineConfig, model: AbstractModel, attention: Mapping[range, Choice]) -> dict[range, Choice]:
+    """What scores blocks, for the layers that list them. attention: the choices of their prefill attention."""
+    choices: dict[range, Choice] = {}
+    for layers, choice in attention.items():
+        spec = model.config.layers[layers[0]].attention
+        if config.block_lists is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
+            q, cache = _scored(config, model, spec)
+            choices[layers] = sparse_prefill.choose_scores(q, cache, config.block_lists, choice.name)
+    return choices
+
+
+def _scored(config: EngineConfig, model: AbstractModel, spec: AttentionSpec) -> tuple[Any, KvCache]:
+    """Queries of a step's longest chunk on a device, and the pages that their layer reads."""
+    heads, (chunks, width) = model.layout.heads(spec), max(config.prefill_shapes(), key=lambda shape: shape[1])
+    groups, page = heads.groups // config.shards.size(axes.KV_HEADS), config.pool.page
+    q = _array((chunks, width, groups, heads.queries, spec.head_dim), model.dtype)
+    table = _array((chunks, -(-config.max_len // page)), "int32")
+    k = _array((1, groups, page, spec.head_dim), model.dtype)
+    # Whatever the dtype of a quantised cache, no kernel makes scores from it.
+    scales: Any = config.kv_cache_dtype and _array(k.shape[:-1], "float32")
+    return q, KvCache(k, None, scales, pages=table, limit=config.max_len)
 
 
 def _choose_decode(

@@ -16,7 +16,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.pallas_kernels.generations_tpu import planning_for
-from inferlib.programs.attention_choices import OPERATIONS, attention_choices
+from inferlib.programs.attention_choices import OPERATIONS, attention_choices, score_choices
 from inferlib.programs.product_choices import expert_choices, fused_products, loop_choices, packed_products
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ _KERNELS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU", "nki": "NKI"}
 class Choices:
     """The implementations that the operations of a model take.
 
-    layers: by operation, a field of `Backend`, and by the indices of equal layers. weights: by operation and by weight.
-    fallbacks: operations that take another implementation in all layers, because the preferred one cannot run some
-    layer that it should.
+    layers: by operation, a field of `Backend` or "block_scores", and by the indices of equal layers. weights: by
+    operation and by weight. fallbacks: operations that take another implementation in all layers, because the preferred
+    one cannot run some layer that it should.
     """
 
     layers: Mapping[str, Mapping[range, Choice]]
@@ -46,6 +46,7 @@ class Choices:
             for attention in OPERATIONS:
                 layers[attention], refusal = attention_choices(config, model, plan, attention)
                 fallbacks |= {attention: refusal} if refusal else {}
+            layers["block_scores"] = score_choices(config, model, layers["prefill_attention"])
             layers |= expert_choices(config, model) | {"loop_weights": loop_choices(config, model)}
             weights = {"matmul": packed_products(config, model), "collective_matmul": fused_products(config, model)}
         for op in ("grouped_matmul", "expert_mlp", "loop_weights"):
@@ -63,7 +64,7 @@ class Choices:
         """Log each operation whose implementation is not the one that `backend` prefers, and why."""
         for op in (*self.layers, *self.weights):
             for where, reason in self._refusals(op, model):
-                kernel = _KERNELS[getattr(backend, op)]
+                kernel = _KERNELS[getattr(backend, "prefill_attention" if op == "block_scores" else op)]
                 log.warning("%s%s runs in XLA, not in the %s kernel: %s", _title(op), where, kernel, reason)
 
     def _refusals(self, op: str, model: AbstractModel) -> Iterator[tuple[str, str]]:
@@ -76,7 +77,7 @@ class Choices:
             return
         fallback, counts = self.fallbacks.get(op), Counter()
         for layers, choice in self.layers[op].items():
-            if choice != fallback and op in OPERATIONS:
+            if choice != fallback and op in (*OPERATIONS, "block_scores"):
                 counts[choice.reason] += len(layers)
         total = len(model.config.layers)
         yield from ((f" in {counts[reason]} of {total} layers", reason) for reason in sorted(filter(None, counts)))

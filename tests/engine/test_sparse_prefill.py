@@ -138,3 +138,11 @@ def test_keys_that_a_kernel_reads_in_place_take_no_memory(page, dtype, gathers):
     config = resolve("tpu", "tp=1", **sizes)
     needed = memory._by_xla(config, model)
     assert needed == (2 * 8 * 4096 * 128 * 2 if gathers else 0)
+
+
+def test_estimates_that_have_no_kernel_are_told(caplog):
+    made = Deployment(configs.load("llama3-8b"), "v6e-1", "bfloat16", Buckets((512,), (2,), (4096,)), page_size=128)
+    for estimate in ("xattention:1", "sample:1"):
+        dataclasses.replace(made, sparse_prefill=estimate).planned()
+    (message,) = caplog.messages
+    assert message.startswith("block scores in 32 of 32 layers runs in XLA, not in the TPU kernel: 'sample' has none")
