@@ -8,7 +8,8 @@ number each. Every number of four contexts is asked for in a request of its own.
 with the question, so it is read in full, and so is the first digit; all others are found by the selection. "asked
 later": the prompt is the context alone, and a grammar forces the question to be generated before the answer, so
 whatever the model reads of the context for either, it reads by the selection, or from what the cache still has. "read"
-is the share of the context that a decode step reads. The first row reads all of it.
+is the share of the context that a decode step reads. The first row reads all of it. A bounded cache is compacted
+behind each --chunk of a prompt, so one that holds the whole prompt is read in full before anything is dropped.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ def answers_later(llm: LLM, asked: Sequence[Question]) -> int:
     return sum(o.outputs[0].text.endswith(q.answer) for o, q in zip(outputs, asked, strict=True))
 
 
-def build(model: str, tokens: int, pages: str | None, **options: Any) -> LLM:
-    """A model for contexts of so many tokens. options: of `LLM`."""
+def build(model: str, tokens: int, pages: str | None, chunk: int = 512, **options: Any) -> LLM:
+    """A model for contexts of so many tokens, prefilled in chunks. options: of `LLM`."""
     how = sparse_option(options.get("sparse_prefill"))
-    chunk = how.segment if isinstance(how, TokenPropagation) and how.segment else 512
+    chunk = how.segment if isinstance(how, TokenPropagation) and how.segment else chunk
     length = max(-(-(tokens + 64) // 128) * 128, chunk)
     sizes = dict(max_batch=4, max_len=length, buckets=Buckets((chunk,), (4,), (length,)), progress=False)
     return LLM(model, attention_pages=pages, **sizes | options)
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--pages", default="quest:32:16,quest:16:16,quest:8:16,quest:16:32,quest:8:32,quest:4:64")
     parser.add_argument("--policies", default="keydiff:256,knorm:256,streaming:256")
     parser.add_argument("--prefill", default="", help="values of sparse_prefill, such as fastkv:20:0.3")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that are prefilled at a time")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--page-size", type=int, default=128)
     parser.add_argument("--json", action="store_true")
@@ -149,7 +151,7 @@ def main() -> None:
     ways = [Way(pages=name) for name in args.pages.split(",") if name]
     ways += [Way(policy=name) for name in args.policies.split(",") if name]
     ways += [Way(prefill=name) for name in args.prefill.split(",") if name]
-    options = {"dtype": args.dtype, "page_size": args.page_size}
+    options = {"chunk": args.chunk, "dtype": args.dtype, "page_size": args.page_size}
     rows = list(measure(args.model, args.text.read_text(encoding="utf-8"), args.tokens, ways, **options))
     if args.json:
         print(json.dumps([row._asdict() for row in rows], indent=1))
