@@ -16,8 +16,8 @@ chosen if all are equally likely) over the copy bandwidth. --peer hf times Huggi
 a GPU with a static cache and torch.compile, on a CPU unchanged; hf-plain: unchanged on both. With --attention-pages the
 floor has what is read of the cache, and the summaries. With --cache-policy rows begin with as many tokens as they keep,
 a median is of as many steps as lie between two compactions, these included, and the floor has the cells that rows have
-on average. --prefill NxL also times N prompts of L tokens, from the first's start to the last's first token; with
---sparse-prefill these attend to listed blocks.
+on average. --prefill NxL also times N prompts of L tokens, from the first's start to the last's first token;
+--sparse-prefill is that option of `LLM` for them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
-from inferlib.option_checks import backend_option
+from inferlib.option_checks import backend_option, sparse_option
 from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
@@ -278,7 +278,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache-policy", help="what a row keeps, such as keydiff:2048; default: all")
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--prefill", metavar="NxL", help="also time N prompts of L tokens")
-    parser.add_argument("--sparse-prefill", help="what these attend to, such as xattention:1; default: all")
+    parser.add_argument("--sparse-prefill", help="`sparse_prefill` of these, such as xattention:1; default: none")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
     with user_errors(parser):
@@ -289,6 +289,7 @@ def arguments() -> argparse.Namespace:
         args.prefill = [int(n) for n in prefill]
         if args.sparse_prefill and not prefill:
             raise ValueError("--sparse-prefill is of prompts: give --prefill")
+        sparse_option(args.sparse_prefill)
         if args.rank < 0 or ((args.rotated or args.rank) and not args.quantization):
             raise ValueError("--rotated, and a --rank of 1 or more, are of quantized weights: give --quantization")
         args.files = ModelFiles.open(args.model) if args.model else None
@@ -331,13 +332,13 @@ def main() -> None:
         if args.peer:
             row |= {"peer_ms": peers[i], "ratio": peers[i] / row["ms"]}
     device = jax.devices()[0].device_kind
-    sparse = {"backend": args.backend, "sparse_prefill": args.sparse_prefill}
-    prefill = prefill_rate(model, weights, *args.prefill, **sparse) if args.prefill else None
+    sparse = {"sparse_prefill": args.sparse_prefill}
+    prefill = prefill_rate(model, weights, *args.prefill, backend=args.backend, **sparse) if args.prefill else None
     if args.json:
         for row in rows:
             print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **reads, **row}))
         if prefill:
-            print(json.dumps({"model": args.name, "device": device, "prefill_tokens_per_second": prefill}))
+            print(json.dumps({"model": args.name, "device": device, **sparse, "prefill_tokens_per_second": prefill}))
     else:
         parts = "rotated inputs" if args.rotated else None, f"a branch of rank {args.rank}" if args.rank else None
         stored = ", ".join(filter(None, (args.quantization or dtype, *parts, *reads.values())))

@@ -143,7 +143,9 @@ def main() -> None:
     parser.add_argument("--pages", default="quest:32:16,quest:16:16,quest:8:16,quest:16:32,quest:8:32,quest:4:64")
     parser.add_argument("--policies", default="keydiff:256,knorm:256,streaming:256")
     parser.add_argument("--prefill", default="", help="values of sparse_prefill, such as fastkv:20:0.3")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that are prefilled at a time")
+    parser.add_argument(
+        "--chunk", type=int, default=512, help="tokens prefilled at a time; a segment of fastkv goes first"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--page-size", type=int, default=128)
     parser.add_argument("--json", action="store_true")

@@ -51,27 +51,24 @@ def attention_choices(
     return choices, fallback
 
 
-def score_choices(config: EngineConfig, model: AbstractModel, attention: Mapping[range, Choice]) -> dict[range, Choice]:
-    """What scores blocks, for the layers that list them. attention: the choices of their prefill attention."""
+def score_choices(
+    config: EngineConfig, model: AbstractModel, plan: CachePlan, attention: Mapping[range, Choice]
+) -> dict[range, Choice]:
+    """What scores the blocks of prompts, for the layers that list some: of a step's longest chunk, on one device.
+    attention: what their prefill attention runs in."""
     choices: dict[range, Choice] = {}
-    for layers, choice in attention.items():
+    if (sparse := config.block_lists) is None:
+        return choices
+    chunks, chunk = max(config.prefill_shapes(), key=lambda shape: shape[1])
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if config.block_lists is not None and isinstance(spec, AttentionSpec) and spec.reach is None:
-            q, cache = _scored(config, model, spec)
-            choices[layers] = sparse_prefill.choose_scores(q, cache, config.block_lists, choice.name)
+        if isinstance(block, BlockCache) and isinstance(spec, AttentionSpec) and spec.reach is None:
+            arrays, table = _arrays(config, block), _array((chunks, plan.columns_of(block.level)), "int32")
+            kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
+            q = _array((chunks, chunk, kv_heads, model.layout.heads(spec).queries, size), model.dtype)
+            cache = _kv_cache(arrays, table, scaled=block.scaled)
+            choices[layers] = sparse_prefill.choose_scores(q, cache, sparse, attention[layers].name)
     return choices
-
-
-def _scored(config: EngineConfig, model: AbstractModel, spec: AttentionSpec) -> tuple[Any, KvCache]:
-    """Queries of a step's longest chunk on a device, and the pages that their layer reads."""
-    heads, (chunks, width) = model.layout.heads(spec), max(config.prefill_shapes(), key=lambda shape: shape[1])
-    groups, page = heads.groups // config.shards.size(axes.KV_HEADS), config.pool.page
-    q = _array((chunks, width, groups, heads.queries, spec.head_dim), model.dtype)
-    table = _array((chunks, -(-config.max_len // page)), "int32")
-    k = _array((1, groups, page, spec.head_dim), model.dtype)
-    # Whatever the dtype of a quantised cache, no kernel makes scores from it.
-    scales: Any = config.kv_cache_dtype and _array(k.shape[:-1], "float32")
-    return q, KvCache(k, None, scales, pages=table, limit=config.max_len)
 
 
 def _choose_decode(

@@ -46,7 +46,6 @@ class Choices:
             for attention in OPERATIONS:
                 layers[attention], refusal = attention_choices(config, model, plan, attention)
                 fallbacks |= {attention: refusal} if refusal else {}
-            layers["block_scores"] = score_choices(config, model, layers["prefill_attention"])
             layers |= expert_choices(config, model) | {"loop_weights": loop_choices(config, model)}
             weights = {"matmul": packed_products(config, model), "collective_matmul": fused_products(config, model)}
         for op in ("grouped_matmul", "expert_mlp", "loop_weights"):
@@ -54,6 +53,8 @@ class Choices:
             fallbacks |= {op: refusal} if refusal else {}
         for op, fallback in fallbacks.items():
             layers[op] = {at: choice if choice.reason else fallback for at, choice in layers[op].items()}
+        with planning_for(config.backend.generation):
+            layers["block_scores"] = score_choices(config, model, plan, layers["prefill_attention"])
         return Choices(layers, weights, fallbacks)
 
     def runnable(self, backend: Backend) -> Backend:

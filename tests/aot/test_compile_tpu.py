@@ -375,7 +375,8 @@ def test_quantised_caches_are_read_as_they_are():
 MOST_MOVED = {"llama3-8b-v5e-8": 1.01}
 # Of models whose layers are unrolled, so many that each kind is among them.
 LAYERS = {"gemma3-27b-v6e-4": 6, "llama3-70b-int8-v5e-16": 2}
-# One of each kind of model, and of each dtype of weights; test_planner has what all of them need.
+# One of each kind of model, and of each dtype of weights but MXFP4, whose kernels `test_bundles` compiles. What all of
+# them need is in `test_planner`.
 PLANS = ("llama3-8b-v5e-8", "llama3-70b-int8-v5e-16", "gemma3-27b-v6e-4")
 PLANS += ("deepseek-v3-fp8-v6e-64", "qwen3-30b-a3b-v6e-4")
 

@@ -139,16 +139,11 @@ def programs(family: str) -> ProgramSet:
 REFUSED = {"qwen3_moe": {"sort", "loop"}}
 DENSE = [family for family, options in FAMILIES.items() if not any("expert" in name for name in options)]
 DENSE = [family for family in DENSE if family not in REFUSED]
-# Their layers are of kinds that others have.
-ALIKE = {"mistral", "ministral3", "qwen2", "gemma", "gemma3_text", "phi3", "olmo2", "olmo3", "smollm3", "granite"}
-ALIKE |= {"glm", "cohere2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "bamba", "olmo_hybrid"}
 BOTH = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in DENSE]
-)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_dense_family_passes(family):
     assert len(DENSE) > 20
     assert [str(f) for f in findings(programs(family).lower(BOTH, "neuron"))] == []

@@ -57,7 +57,7 @@ def outputs(llm: LLM, prompts, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", [None, "dp=2,tp=2"])
 def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
     """Prompts of several steps, more than there are rows, beside requests without; also where pages run out."""
     it = llm if parallel is None else build_llm(path, FOUR_ROWS, parallel=parallel)

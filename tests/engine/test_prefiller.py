@@ -207,13 +207,8 @@ def test_an_llm_warms_up_sleeps_and_forgets(checkpoint, alone):
     ("kind", "options"),
     [
         ("llama", {"parallel": "dp=2", "scan": True}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("llama", {"parallel": "tp=2,rules=dp_attention", "speculation": "ngram:3", "kv_cache_dtype": "int8"}),
-                ("gpt_oss", {"parallel": "ep=2,tp=2"}),
-            ]
-        ),
+        ("llama", {"parallel": "tp=2,rules=dp_attention", "speculation": "ngram:3", "kv_cache_dtype": "int8"}),
+        ("gpt_oss", {"parallel": "ep=2,tp=2"}),
     ],
     ids=str,
 )

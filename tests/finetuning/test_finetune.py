@@ -175,8 +175,8 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     ("of", "scheme", "method"),
     [
         ("model", "int4_g32", "nearest"),
-        pytest.param("experts", "int8_a8", "nearest", marks=pytest.mark.slow),
-        pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.slow),
+        ("experts", "int8_a8", "nearest"),
+        ("experts", "int4", "hadamard+gptq+lowrank:4"),
     ],
 )
 def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):

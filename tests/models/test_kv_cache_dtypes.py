@@ -61,7 +61,7 @@ def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoin
     ("family", "dtype", "parallel"),
     [
         ("llama", "int4", "cp=2,tp=2"),
-        pytest.param("minicpm3", "int8", "cp=2,dp=2", marks=pytest.mark.slow),
+        ("minicpm3", "int8", "cp=2,dp=2"),
     ],
 )
 def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
