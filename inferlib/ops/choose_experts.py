@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 
 
@@ -46,7 +47,7 @@ def choose_experts(
         from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
 
         forms["cuda"] = partial(kernel, **options)
-    return lax.platform_dependent(logits, correction, **forms)
+    return by_platform(logits, correction, **forms)
 
 
 def _by_xla(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.attention import AttentionOptions, masked_attention, merge_attention, slot_positions, visible
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.cache_write import cache_write, rounded
 from inferlib.ops.choice import Choice
 from inferlib.ops.int4_cells import VALUES
@@ -116,7 +117,7 @@ def decode_attention(
             out, lse = whole()
         else:
             blocks = partial(_by_blocks, q, cache, lengths, options, block)
-            out, lse = lax.platform_dependent(cpu=blocks, default=whole)
+            out, lse = by_platform(cpu=blocks, default=whole)
     return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.quantized import largest_value
 
 # By rates alone, products with weights of eight bits are bound by compute from 120 rows on (v5e), 150 (H100), 160 (v7x)
@@ -104,4 +105,4 @@ def _sums(x: jax.Array, w: jax.Array, summed: tuple[Sequence[int], Sequence[int]
         return lax.dot_general(*operands, dimensions, preferred_element_type=jnp.float32).astype(dtype)
 
     on_tpu = in_eight_bits if multiplies(x.dtype) else widened
-    return lax.platform_dependent(x, w, cuda=on_gpu, tpu=on_tpu, default=widened)
+    return by_platform(x, w, cuda=on_gpu, tpu=on_tpu, default=widened)

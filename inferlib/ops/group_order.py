@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 
 _BLOCK = 1024  # choices that are compared with each other, in one kernel that takes as long as its launch
@@ -67,7 +68,7 @@ def group_order(
     elif choice.reason and numbers is not None:  # the numbers have too many bits: sort without them
         order = group_order(ids, groups, backend=backend)
         return order._replace(tokens=numbers[order.tokens])
-    return lax.platform_dependent(ids, numbers, **forms)
+    return by_platform(ids, numbers, **forms)
 
 
 def _by_sorting(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.loops import expected_trips
@@ -113,7 +114,7 @@ def grouped_matmul(
     count = (1 if layer is None else 2) + len(parts)
     w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
     forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
-    y = lax.platform_dependent(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
+    y = by_platform(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
     return y.reshape(total, *parts, outer)
 
 

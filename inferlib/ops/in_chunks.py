@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
+
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
@@ -44,7 +46,7 @@ def over_chunks(
 def scan(step: Callable, state: Any, inputs: Any) -> Any:
     """`lax.scan`, which is unrolled on Trainium: its compiler takes no loops."""
     loop, unrolled = partial(lax.scan, step), partial(lax.scan, step, unroll=True)
-    return lax.platform_dependent(state, inputs, neuron=unrolled, default=loop)
+    return by_platform(state, inputs, neuron=unrolled, default=loop)
 
 
 def solve_unit_lower(system: jax.Array, targets: jax.Array) -> jax.Array:
@@ -58,7 +60,7 @@ def solve_unit_lower(system: jax.Array, targets: jax.Array) -> jax.Array:
         return einsum("...ij,...jm->...im", unit_lower_inverse(system), targets)
 
     # XLA substitutes in a loop, which Trainium has not.
-    return lax.platform_dependent(system, targets, neuron=by_blocks, default=by_substitution)
+    return by_platform(system, targets, neuron=by_blocks, default=by_substitution)
 
 
 def unit_lower_inverse(below: jax.Array) -> jax.Array:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 
 
@@ -22,4 +22,4 @@ def run_kernel(kernel: Callable, *operands: Any) -> Any:
     compiled = partial(kernel, interpret=False)
     if device is not None and device.device_kind in GENERATIONS:
         return compiled(*operands)
-    return lax.platform_dependent(*operands, cpu=partial(kernel, interpret=True), default=compiled)
+    return by_platform(*operands, cpu=partial(kernel, interpret=True), default=compiled)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops import eight_bits
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.fake_quantized import FakeQuantizedWeight
@@ -122,7 +123,7 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor | LowRankWeight, *, contrac
         y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, *outer)
         return jnp.pad(y, [(0, splits - 1), *[(0, 0)] * (y.ndim - 1)])
 
-    return PartialSums(lax.platform_dependent(x, w, cuda=by_rows, default=default))
+    return PartialSums(by_platform(x, w, cuda=by_rows, default=default))
 
 
 def choose(
@@ -213,7 +214,7 @@ def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
     if choice.name != "row_matmul":
         return default(x, added)
     x = x if isinstance(x, DeferredNorm) else as_array(x)
-    return lax.platform_dependent(x, added, cuda=partial(_by_rows, product=product), default=default)
+    return by_platform(x, added, cuda=partial(_by_rows, product=product), default=default)
 
 
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
@@ -247,7 +248,7 @@ def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Arra
     if choice.name == "xla":
         return default(x, w)
     kernel = {"row_matmul": _by_rows, "grouped_matmul": _by_tiles, "eight_bits": _in_eight_bits}[choice.name]
-    return lax.platform_dependent(x, w, cuda=partial(kernel, product=product), default=default)
+    return by_platform(x, w, cuda=partial(kernel, product=product), default=default)
 
 
 def _in_eight_bits(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
@@ -308,7 +309,7 @@ def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> ja
         return form(x.reshape(1, -1), w, out_dtype=out_dtype).reshape(1, *outer)
 
     chosen = {name: partial(of_matrix, form=form) for name, form in forms.items()}
-    return lax.platform_dependent(x, w, tpu=partial(_row_on_tpu, contract=contract, out_dtype=out_dtype), **chosen)
+    return by_platform(x, w, tpu=partial(_row_on_tpu, contract=contract, out_dtype=out_dtype), **chosen)
 
 
 def _row_on_tpu(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:

@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 from inferlib.ops.interpreted import run_kernel
 from inferlib.ops.kv_cache import KvCache, Shaped, cells_of_rows, shape_of
@@ -176,7 +176,7 @@ def _by_gpu_kernel(q, cache: KvCache, rows, positions, options: AttentionOptions
     if hopper.is_hopper() and hopper.unsupported(q, cache, options) is None:
         best = hopper.prefill_attention
     forms = dict(cpu=partial(run, interpreted), default=partial(run, best))
-    return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
+    return by_platform(q, cache.k, cache.v, rows, positions, **forms)
 
 
 def _lists_by_gpu_kernel(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.ops.precision import precision_of
 
 ROWS = 128  # most rows of products that run side by side
@@ -40,7 +41,7 @@ def thin_products(
     if not beside(x.shape[0], x.dtype, backend):
         return _by_xla(x, a, b, keep)
     operands = x, a, b, *(() if keep is None else (keep,))
-    return lax.platform_dependent(*operands, cuda=by_tiles, default=_by_xla)
+    return by_platform(*operands, cuda=by_tiles, default=_by_xla)
 
 
 def _by_xla(x: jax.Array, a: jax.Array, b: jax.Array, keep: jax.Array | None = None) -> jax.Array:

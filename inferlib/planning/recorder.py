@@ -22,6 +22,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of
 from inferlib.ops.backend import Backend
+from inferlib.ops.by_platform import DEFAULT, traced_for
 from inferlib.ops.loops import trips_in
 from inferlib.planning.collective_purposes import branch_of, purpose_of
 from inferlib.planning.collectives import Collective, Kind
@@ -63,7 +64,8 @@ def record(
     inputs = ProgramSet(model, plan, config, drafter=drafter).inputs(key)
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     recording = _Recording(model, config, key)
-    recording.read(jax.make_jaxpr(build(model, plan, config, key, drafter))(*inputs).jaxpr)
+    with traced_for(DEFAULT):
+        recording.read(jax.make_jaxpr(build(model, plan, config, key, drafter))(*inputs).jaxpr)
     return recording.collectives
 
 

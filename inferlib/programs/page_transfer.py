@@ -23,6 +23,7 @@ from inferlib.cache.disk_tier import Form
 from inferlib.cache.host_memory import HostMemory, reachable
 from inferlib.cache.host_tier import Page
 from inferlib.cache.plan import CacheArray, CachePlan
+from inferlib.ops.by_platform import by_platform
 from inferlib.programs.start_functions import prepared
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Device
@@ -376,7 +377,7 @@ def _with_cells(x: jax.Array, dim: int, pages: jax.Array, cells: jax.Array) -> j
     twice; and one alone is written as a slice."""
     if pages.shape[0] == 1:
         return _one_by_one(dim, x, pages, cells)
-    return lax.platform_dependent(x, pages, cells, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
+    return by_platform(x, pages, cells, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
 
 
 def _one_by_one(dim: int, x: jax.Array, pages: jax.Array, cells: jax.Array) -> jax.Array:

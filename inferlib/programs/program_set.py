@@ -24,6 +24,7 @@ from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel, ArraySpec
 from inferlib.models.config import AttentionSpec
+from inferlib.ops.by_platform import DEFAULT, platform_of, traced_for
 from inferlib.ops.eight_bits import gpu_order
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.adapter_factors import AdapterFactors
@@ -250,7 +251,7 @@ class ProgramSet:
         whole = takes_weights and (key.mode == "embed" or self.drafter is not None)
         built = build(self.model, self.plan, self.config, key, self.drafter)
         function = jax.jit(built, donate_argnums=donated, keep_unused=whole, **free)
-        with self._known_device():
+        with self._known_device(), traced_for(platform or self._platform):
             return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 
     def _known_device(self) -> AbstractContextManager:
@@ -258,6 +259,12 @@ class ProgramSet:
         if self.config.platform != "tpu" or self.config.shards.mesh is not None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(alone(jax.devices()[0]))
+
+    @property
+    def _platform(self) -> str | None:
+        """The platform of the devices."""
+        mesh = self.config.shards.mesh
+        return platform_of(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
 
     @property
     def _free(self) -> bool:
@@ -525,7 +532,7 @@ class ProgramSet:
         first = replace(key, mode="processed", limit=self.config.limits[0], part="forward")
         if (known := self._unsettled_of.get(first)) is not None:  # a trace of the first program, for each mode
             return known
-        with self._known_device():
+        with self._known_device(), traced_for(DEFAULT):
             built = build(self.model, self.plan, self.config, first, self.drafter)
             *_, output = jax.eval_shape(built, *self.inputs(first))
         place = sharding_of(self.config.shards)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.programs.row_state import STATE_AXES, RowState, axes_of, map_state
 from inferlib.sampling.sampler import Vocabulary
 from inferlib.sharding import axes
@@ -282,7 +283,7 @@ def _copied(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax
     All are read before any is written. On CPUs one follows the other, as XLA would copy an array of bfloat16 twice: a
     source that is a target too is copied before it is given away.
     """
-    return lax.platform_dependent(x, source, target, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
+    return by_platform(x, source, target, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
 
 
 def _one_by_one(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

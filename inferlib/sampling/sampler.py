@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
 
+from inferlib.ops.by_platform import by_platform
 from inferlib.sampling import token_table
 from inferlib.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from inferlib.sharding import axes
@@ -298,7 +299,7 @@ def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, v
     # CPUs read from their caches, so that compares count. On GPUs the host starts each round of a loop. Trainium has no
     # loops, and none of its reductions is of several arrays.
     neuron = partial(bit_by_bit, unroll=True)
-    return lax.platform_dependent(cuda=by_digits, tpu=by_digits, neuron=neuron, default=bit_by_bit)
+    return by_platform(cuda=by_digits, tpu=by_digits, neuron=neuron, default=bit_by_bit)
 
 
 def _threshold_bit_by_bit(
@@ -334,7 +335,7 @@ def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
     # Equal seeds promise equal tokens, so the generator is named: its default is a global setting.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), generated)
     random_bits = partial(jax.random.bits, shape=(vocab,), dtype=jnp.uint32)
-    bits = lax.platform_dependent(key, neuron=partial(_bits_without_int64, size=vocab), default=random_bits)
+    bits = by_platform(key, neuron=partial(_bits_without_int64, size=vocab), default=random_bits)
     # All 32 bits are used, and the finest steps are near 0, where the largest noise comes from. jax.random.gumbel uses
     # 23 bits: too coarse for tokens less likely than 1e-7, of which a large vocabulary has many.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
