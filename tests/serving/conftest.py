@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Iterator
 
 import httpx
@@ -12,6 +14,19 @@ from inferlib import LLM, Buckets
 from tests.helpers.cli_model import make_model
 from tests.helpers.llms import build_llm
 from tests.helpers.servers import serving
+
+
+@pytest.fixture(scope="package", autouse=True)
+def certificates() -> Iterator[None]:
+    """Those that clients trust are read once: each client reads them, which takes it longer than a request."""
+    with pytest.MonkeyPatch.context() as patch:
+        read, once = ssl.create_default_context, functools.cache(ssl.create_default_context)
+
+        def context(*purpose: ssl.Purpose, **files: str | None) -> ssl.SSLContext:
+            return read(*purpose, **files) if purpose else once(**files)
+
+        patch.setattr(ssl, "create_default_context", context)
+        yield
 
 
 @pytest.fixture(scope="package")
