@@ -402,7 +402,13 @@ class CachePlan:
 
 
 def _zeros(arrays: tuple[CacheArray, ...], shards: Shards) -> tuple[jax.Array, ...]:
-    return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in arrays)
+    """All by one program: to compile one for each shape takes longer."""
+    shapes = tuple((x.shape, x.dtype.name) for x in arrays)
+    return run(_zeros_of, (shapes,), place=tuple(shards.sharding(x.axes) for x in arrays))
+
+
+def _zeros_of(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
 
 
 def plan_cache(
