@@ -24,9 +24,10 @@ from rich.table import Table
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.ops import prefill_attention
+from inferlib.ops.sparse_prefill import blocks_in, tile_of
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
-TILE = 512
+CHUNK = 512
 LISTS = "xattention:1,xattention:0.9,xattention:0.9:0.5,sample:1,sample:0.9,sample:0.9:0.5,mean:1,mean:0.9"
 
 
@@ -59,8 +60,8 @@ def recorded(seen: list[Attention]) -> Iterator[None]:
     attend = prefill_attention.prefill_attention
 
     def record(positions, listed, full, numbers):
-        last = positions[:, ::TILE_TOKENS] + TILE_TOKENS - 1
-        blocks = last // TILE_TOKENS + 1
+        tile = tile_of(positions.shape[1])
+        blocks = blocks_in(np.asarray(positions)[:, ::tile] + tile)
         share = (numbers >= 0).sum(axis=-1) / blocks[:, None]
         seen.append(Attention(positions, np.exp(listed - full), share))
 
@@ -78,21 +79,18 @@ def recorded(seen: list[Attention]) -> Iterator[None]:
         prefill_attention.prefill_attention = attend
 
 
-TILE_TOKENS = 128
-
-
 def measure(model: str, text: str, tokens: int, lists: Sequence[str], **options: Any) -> Iterator[Row]:
     """A row of each option, after one that attends to all. tokens: a multiple of 512. options: of `LLM`."""
     sizes: dict[str, Any] = dict(max_batch=1, max_len=tokens + 128, progress=False, prefix_caching=False)
-    sizes["buckets"] = Buckets((TILE,), (1,), (tokens + 128,))
+    sizes["buckets"] = Buckets((CHUNK,), (1,), (tokens + 128,))
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for name in (None, *lists):
         seen: list[Attention] = []
         with recorded(seen):
             llm = LLM(model, sparse_prefill=name, **sizes | options)
             prompt = llm.tokenizer.encode(text)[:tokens]
-            if len(prompt) < tokens or tokens % TILE:
-                raise SystemExit(f"the text has {len(prompt)} tokens: give a multiple of {TILE} that it has")
+            if len(prompt) < tokens or tokens % CHUNK:
+                raise SystemExit(f"the text has {len(prompt)} tokens: give a multiple of {CHUNK} that it has")
             llm.warmup()
             jax.effects_barrier()
             seen.clear()

@@ -19,7 +19,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.prefill_attention import takes_lists
 from inferlib.ops.selected_pages import PageSelection
-from inferlib.ops.sparse_prefill import BLOCK, SparsePrefill
+from inferlib.ops.sparse_prefill import BLOCK, TILE, SparsePrefill
 from inferlib.ops.token_propagation import SEGMENT, TokenPropagation
 from inferlib.option_checks import (
     CALIBRATED_CACHE,
@@ -582,7 +582,8 @@ class EngineOptions:
     platform: whose defaults to take; by default the platform of the devices.
     cascade: rows that share a prefix read it once, at eight rows and more (see `inferlib.ops.cascade_attention`); by
         default on GPUs, for models that can. It takes programs of its own.
-    page_size: positions of a page of the cache, a power of two; by default 128.
+    page_size: positions of a page of the cache, a power of two; by default 128, and 256 if tiles of 256 tokens list
+        blocks (see `sparse_prefill`).
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
     host_cache: memory of the host for pages and snapshots that the devices have no room for: bytes, or a text such as
@@ -611,10 +612,11 @@ class EngineOptions:
         computed in full. With ":resident=96" behind either, a row that decodes keeps 96 pages on the device and the
         others in the host's memory, see `inferlib.engine.host_pages`. By default all pages are read.
     sparse_prefill: prompts attend only to the blocks of 128 positions that an estimate lists, which changes results:
-        "xattention:0.9" lists blocks of each 128 tokens and KV head until they have 90 % of the estimated attention, at
-        most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them; "sample:0.9" estimates by
-        samples of the queries, "mean:0.9" by means. Layers with a window, latents or a state, and decode steps, are
-        computed in full. Or "fastkv:20:0.3": layers from number 20 on see 30 % of the tokens of each segment of 2048;
+        "xattention:0.9" lists blocks of each tile (128 tokens, on TPUs 256) and KV head until they have 90 % of the
+        estimated attention, at most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them;
+        "sample:0.9" estimates by samples of the queries, "mean:0.9" by means. Layers with a window, latents or a
+        state, and decode steps, are computed in full.
+        Or "fastkv:20:0.3": layers from number 20 on see 30 % of the tokens of each segment of 2048;
         "fastkv:20:0.3:512" of each 512. By default prompts attend to all, in all layers.
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
         decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
@@ -761,7 +763,7 @@ class EngineOptions:
             shards=shards,
             expert_load=self.expert_load,
             row_limit=_row_limit(buckets, model, compacted=self.cache_policy is not None),
-            page_size=_default(self.page_size, PoolSize().page),
+            page_size=_default(self.page_size, self._usual_page(buckets)),
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
             prefix_caching=self.prefix_caching,
             **self.tiers,
@@ -777,6 +779,12 @@ class EngineOptions:
     def _selects_tokens(self) -> bool:
         """True if later layers see fewer tokens of prompts."""
         return isinstance(self.sparse_prefill, TokenPropagation)
+
+    def _usual_page(self, buckets: Buckets) -> int:
+        """The positions of a page by default: all tiles of a prompt that list blocks begin with a page, also behind a
+        prefix that is reused."""
+        lists = isinstance(self.sparse_prefill, SparsePrefill)
+        return TILE if lists and (buckets.tile or buckets.prefill[-1]) >= TILE else PoolSize().page
 
     def _buckets(
         self, sizes: tuple[int, int], platform: str, shards: Shards, model: ModelConfig | None, *, live: bool

@@ -1,9 +1,10 @@
 """Which blocks of a context the tiles of a prompt's chunk attend to, by a cheap estimate of where its attention goes.
 
-A tile is up to 128 tokens of a chunk, and a block 128 positions of its row's cache. Each KV head of each tile gets a
+A tile is up to 256 tokens of a chunk, and a block 128 positions of its row's cache. Each KV head of each tile gets a
 list of blocks, which `prefill_attention` takes: the first block, those that the tile itself lies in, and then those of
 the highest scores, until they have a share of all scores or the list is full. What a tile lists depends on its own
-tokens and on the keys up to them, so chunks that begin at multiples of 128 list what one long chunk would.
+tokens and on the keys up to them, so chunks that begin at multiples of 256 list what one long chunk would, and chunks
+of 128 tokens what other chunks of 128 would.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from inferlib.ops.option_text import read_option
 from inferlib.ops.precision import precision_of
 from inferlib.ops.prefill_attention import BlockList
 
-BLOCK, STRIDE = 128, 16
+TILE, BLOCK, STRIDE = 256, 128, 16
 SAMPLED = 32  # one token is a sample among this many
-LEAST = 3  # the first block, and two that a tile may lie in
+LEAST = 2 + TILE // BLOCK  # the first block, and those that a tile may lie in
 SHARE = 0.25
 _TEXT = re.compile(r"([a-z]+):(\d*\.?\d+)(?::(\d*\.?\d+))?")
 
@@ -188,14 +189,14 @@ def block_list(
     rows [P], positions [P, C]: as `prefill_attention` takes them, consecutive. lengths [P] int32: tokens of a chunk;
     what is behind them may be anything, and so may cells behind their positions.
     """
-    first, last = _ends(positions, lengths)
-    sparse = listing.sparse
+    sparse, tile = listing.sparse, tile_of(q.shape[1])
+    first, last = _ends(positions, lengths, tile)
     if kernel := _KERNELS.get(choose_scores(q, cache, sparse, listing.backend).name):
-        scores = kernel(q, cache, rows, first, last, options)
+        scores = _joined(kernel(q, cache, rows, *_ends(positions, lengths, BLOCK), options), blocks_in(tile))
     else:
         scores = METHODS[sparse.method](_tiles(q, cache, rows, positions, lengths), options)
     numbers = listed_blocks(scores, first, last, sparse.threshold, listing.most)
-    return BlockList(numbers, tile_of(q.shape[1]), BLOCK)
+    return BlockList(numbers, tile, BLOCK)
 
 
 def choose_scores(q: Shaped, cache: KvCache, sparse: SparsePrefill, backend: str) -> Choice:
@@ -213,12 +214,19 @@ def choose_scores(q: Shaped, cache: KvCache, sparse: SparsePrefill, backend: str
     else:
         from inferlib.pallas_kernels import antidiagonals_gpu
 
-        reason = antidiagonals_gpu.unsupported(q, cache, tile_of(q.shape[1]))
+        reason = antidiagonals_gpu.unsupported(q, cache, min(BLOCK, q.shape[1]))
     return Choice("xla", reason) if reason else Choice(backend)
 
 
+def _joined(scores: jax.Array, each: int) -> jax.Array:
+    """The scores of tiles that have `each` tiles of 128 tokens, from those of the latter: sums."""
+    p, heads, count, blocks = scores.shape
+    scores = _padded(scores, 2, -(-count // each) * each)
+    return jnp.sum(scores.reshape(p, heads, -1, each, blocks), axis=3)
+
+
 def _by_tpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptions) -> jax.Array:
-    """The scores of `antidiagonals` by the kernel for TPUs, which CPUs interpret."""
+    """The scores of `antidiagonals`, of tiles of 128 tokens, by the kernel for TPUs, which CPUs interpret."""
     from inferlib.pallas_kernels import antidiagonals_tpu
 
     def run(q, k, rows, first, last, *, interpret: bool):
@@ -229,10 +237,10 @@ def _by_tpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptio
 
 
 def _by_gpu_kernel(q, cache: KvCache, rows, first, last, options: AttentionOptions) -> jax.Array:
-    """The scores of `antidiagonals` by the kernel for GPUs, which CPUs interpret."""
+    """The scores of `antidiagonals`, of tiles of 128 tokens, by the kernel for GPUs, which CPUs interpret."""
     from inferlib.pallas_kernels import antidiagonals_gpu
 
-    (chunks, count), tile = first.shape, tile_of(q.shape[1])
+    (chunks, count), tile = first.shape, min(BLOCK, q.shape[1])
     q = _padded(q, 1, count * tile).reshape(chunks, count, tile, *q.shape[2:])
 
     def run(q, k, rows, first, last, *, interpret: bool):
@@ -254,12 +262,12 @@ def shape_of_list(q: Shaped, most: int) -> BlockList:
 
 def tile_of(width: int) -> int:
     """Tokens of a tile, for chunks of `width` tokens."""
-    return min(BLOCK, width)
+    return min(TILE, width)
 
 
-def _ends(positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`first` and `last` of `Tiles`, for chunks at positions [P, C] of which `lengths` [P] tokens count."""
-    tile = tile_of(positions.shape[1])
+def _ends(positions: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """`first` and `last` of `Tiles` of `tile` tokens, for chunks at positions [P, C] of which `lengths` [P] tokens
+    count."""
     first = positions[:, ::tile]
     last = jnp.minimum(first + tile, (positions[:, 0] + lengths)[:, None]) - 1
     return first, jnp.where(last >= first, last, -1)
@@ -277,7 +285,7 @@ def _tiles(q: jax.Array, cache: KvCache, rows: jax.Array, positions: jax.Array, 
     there = jnp.arange(keys.shape[2]) < ends[:, None]
     keys = jnp.where(there[:, None, :, None], keys, 0).astype(q.dtype)
     keys = _padded(keys, 2, blocks_in(keys.shape[2]) * BLOCK)
-    return Tiles(_padded(q, 2, -(-tile // STRIDE) * STRIDE), keys, *_ends(positions, lengths))
+    return Tiles(_padded(q, 2, -(-tile // STRIDE) * STRIDE), keys, *_ends(positions, lengths, tile))
 
 
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -18,9 +18,11 @@ from inferlib.ops.choice import Choice
 from inferlib.ops.prefill_attention import choose, prefill_attention
 from inferlib.ops.sparse_prefill import (
     BLOCK,
+    LEAST,
     METHODS,
     SAMPLED,
     STRIDE,
+    TILE,
     Listing,
     SparsePrefill,
     block_list,
@@ -138,12 +140,12 @@ def test_lists_what_the_paper_lists(kind, method):
     numbers, sizes = np.asarray(listed.numbers), set()
     for row, head, tile in np.ndindex(numbers.shape[:3]):
         start, length = CHUNKS[row]
-        q = it.q[row, tile * BLOCK : min((tile + 1) * BLOCK, length), head].astype(np.float64)
+        q = it.q[row, tile * TILE : min((tile + 1) * TILE, length), head].astype(np.float64)
         numbers_of_it = sorted(x for x in numbers[row, head, tile] if x >= 0)
         if not len(q):
             assert numbers_of_it == []
             continue
-        first = start + tile * BLOCK
+        first = start + tile * TILE
         np.testing.assert_allclose(
             scores[row, head, tile], scores_of(q, it.k[row, head].astype(np.float64), first), atol=2e-4
         )
@@ -174,8 +176,9 @@ def test_the_kernel_scores_as_xla_does(softcap, interpret):
         tiles = sparse_prefill._tiles(q, cache, rows, positions, lengths)
         xla = METHODS["xattention"](tiles, options)
         queries = jnp.pad(q, [(0, 0), (0, 84), *[(0, 0)] * 3]).reshape(len(starts), 3, BLOCK, HEADS, GROUP, SIZE)
-        kernel = antidiagonals_gpu.Tiles(queries, rows, tiles.first, tiles.last)
-        return antidiagonals_gpu.block_scores(kernel, cache, options, interpret=interpret), xla, tiles.last
+        kernel = antidiagonals_gpu.Tiles(queries, rows, *sparse_prefill._ends(positions, lengths, BLOCK))
+        scores = antidiagonals_gpu.block_scores(kernel, cache, options, interpret=interpret)
+        return sparse_prefill._joined(scores, TILE // BLOCK), xla, tiles.last
 
     got, want, last = both(q, cache, *places)
     np.testing.assert_allclose(got, want, rtol=1e-4 if interpret else 1e-2, atol=1e-6 if interpret else 1e-3)
@@ -208,8 +211,10 @@ def test_the_tpu_kernel_scores_as_xla_does(dtype, softcap, width, chunks):
     def both(q, cache, positions, lengths):
         rows = jnp.arange(len(chunks))
         tiles = sparse_prefill._tiles(q, cache, rows, positions, lengths)
-        run = partial(antidiagonals_tpu.block_scores, q, cache, rows, tiles.first, tiles.last, options)
-        return run(interpret=True), METHODS["xattention"](tiles, options), tiles.last
+        ends = sparse_prefill._ends(positions, lengths, BLOCK)
+        scores = antidiagonals_tpu.block_scores(q, cache, rows, *ends, options, interpret=True)
+        joined = sparse_prefill._joined(scores, sparse_prefill.blocks_in(tiles.queries.shape[2]))
+        return joined, METHODS["xattention"](tiles, options), tiles.last
 
     got, want, last = both(jnp.asarray(q, dtype), cache, positions, lengths)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -284,17 +289,17 @@ def test_all_blocks_are_all_there_is(backend):
 
 @pytest.mark.slow
 def test_chunks_list_what_the_prompt_lists():
-    """If they begin at multiples of 128; others have tiles of their own."""
+    """If they begin at multiples of 256; others have tiles of their own."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(1, 512, HEADS, GROUP, SIZE)), jnp.float32)
-    k = jnp.asarray(rng.normal(size=(1, HEADS, 512, SIZE)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(1, 640, HEADS, GROUP, SIZE)), jnp.float32)
+    k = jnp.asarray(rng.normal(size=(1, HEADS, 640, SIZE)), jnp.float32)
     listing = Listing(SparsePrefill("xattention", 0.6), 4)
     make = partial(block_list, options=AttentionOptions(SCALE), listing=listing)
-    whole = make(q, KvCache(k, k), *places(0, 512)).numbers
-    for start, end in ((0, 256), (256, 512), (384, 512)):
-        behind = jnp.where(jnp.arange(512)[:, None] < end, k, jnp.nan)
+    whole = make(q, KvCache(k, k), *places(0, 640)).numbers
+    for start, end in ((0, 256), (256, 640), (512, 640)):
+        behind = jnp.where(jnp.arange(640)[:, None] < end, k, jnp.nan)
         part = make(q[:, start:end], KvCache(behind, behind), *places(start, end)).numbers
-        np.testing.assert_array_equal(part, whole[:, :, start // BLOCK : end // BLOCK])
+        np.testing.assert_array_equal(part, whole[:, :, start // TILE : -(-end // TILE)])
 
 
 def places(start: int, end: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -334,7 +339,7 @@ def test_options():
                 SparsePrefill.read(value)
     assert SparsePrefill("mean", 0.9).max_blocks(32768, 32768) == 64
     assert SparsePrefill("mean", 0.9).max_blocks(32768, 1024) == 8
-    assert SparsePrefill("mean", 0.9, 0.01).max_blocks(1024, 1024) == 3
+    assert SparsePrefill("mean", 0.9, 0.01).max_blocks(1024, 1024) == LEAST
 
 
 def test_kernels_without_lists_are_not_chosen(monkeypatch):

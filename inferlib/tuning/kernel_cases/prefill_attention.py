@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 POSITIONS = 8192  # tokens of a chunk and of what precedes it
+TILE = 256  # queries that share a list of blocks
 
 
 class OneChunk:
@@ -39,7 +40,7 @@ class OneChunk:
 class PrefillAttention(OneChunk):
     """One chunk of `width` tokens behind `start` others in the cache. stored: type of a cache with scales, None for
     bfloat16. page: positions of a page; None: rows are pages. slots: of a ring. listed: how many blocks of 128
-    positions each tile of 128 queries attends to, the first, its own and any others before it; None: all."""
+    positions each tile of 256 queries attends to, the first, its own and any others before it; None: all."""
 
     width: int
     start: int = 0
@@ -129,12 +130,13 @@ class PrefillAttention(OneChunk):
         """The lists [1, K, T, listed]; -1 is none."""
         assert self.listed is not None
         rng, first = np.random.default_rng(2), self.start // 128
-        tiles = range(first, first + self.width // 128)
+        each = TILE // 128
+        tiles = range(first, first + self.width // 128, each)
         numbers = np.full((1, self.heads, len(tiles), self.listed), -1, np.int32)
         for head in range(self.heads):
             for i, diagonal in enumerate(tiles):
-                others = rng.permutation(np.arange(1, diagonal))[: max(self.listed - 2, 0)]
-                some = np.unique([0, diagonal, *others])
+                others = rng.permutation(np.arange(1, diagonal))[: max(self.listed - 1 - each, 0)]
+                some = np.unique([0, *range(diagonal, diagonal + each), *others])
                 numbers[0, head, i, : some.size] = some
         return numbers
 
@@ -143,7 +145,7 @@ def listed_blocks() -> Any:
     """The blocks of lists."""
     from inferlib.pallas_kernels.prefill_attention_tpu import Blocks
 
-    return Blocks(128, 1024, edge=512, listed=128)
+    return Blocks(TILE, 1024, edge=512, listed=128)
 
 
 CASES = {
@@ -158,7 +160,7 @@ CASES = {
     "8192, page 128": PrefillAttention(8192, page=128),
     "8192, page 16": PrefillAttention(8192, page=16),
     "2048 behind 30720, 1 head": PrefillAttention(2048, start=30720, heads=1, page=128),
-    "2048 behind 30720, 1 head, 64 of 256 blocks": PrefillAttention(2048, start=30720, heads=1, page=128, listed=64),
+    "2048 behind 30720, 1 head, 64 of 256 blocks": PrefillAttention(2048, start=30720, heads=1, page=256, listed=64),
     "2048 in a ring, window 1024": PrefillAttention(2048, start=6144, window=1024, slots=3072),
     "8192, size 64": PrefillAttention(8192, size=64),
     "512 behind 7680, 1 head, size 64": PrefillAttention(512, start=7680, heads=1, size=64),
