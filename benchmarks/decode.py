@@ -270,6 +270,7 @@ def arguments() -> argparse.Namespace:
         "--rotated", action="store_true", help="rotate the inputs of down projections, as hadamard does"
     )
     parser.add_argument("--rank", type=int, default=0, help="of a branch beside each quantized weight; default: none")
+    parser.add_argument("--branches", help="the parts that have one, such as mlp; default: all")
     parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument(
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
@@ -290,6 +291,9 @@ def arguments() -> argparse.Namespace:
         if args.sparse_prefill and not prefill:
             raise ValueError("--sparse-prefill is of prompts: give --prefill")
         sparse_option(args.sparse_prefill)
+        args.branches = tuple(filter(None, (args.branches or "").split(",")))
+        if args.branches and not args.rank:
+            raise ValueError("--branches are of low rank: give --rank")
         if args.rank < 0 or ((args.rotated or args.rank) and not args.quantization):
             raise ValueError("--rotated, and a --rank of 1 or more, are of quantized weights: give --quantization")
         args.files = ModelFiles.open(args.model) if args.model else None
@@ -312,12 +316,14 @@ def main() -> None:
         quantization = of_experts(quantization, config, dtype)
     if quantization:
         rotation = online_rotation(abstract_model(config, dtype).weights) if args.rotated else 0
-        quantization = replace(quantization, rotation=rotation, rank=args.rank)
+        quantization = replace(quantization, rotation=rotation, rank=args.rank, branches=args.branches)
     reads = {"attention_pages": args.attention_pages, "cache_policy": args.cache_policy}
     how: dict[str, Any] = {"backend": args.backend, **reads}
     with user_errors(args.parser):
         config = with_cache_levels(config, CachePolicy.read(args.cache_policy))
         run = engine_config(config, args.batches[0], args.cache, Shards(), **how)
+        if run.compacted and args.steps < (fewest := 2 * run.compacted.interval):
+            raise ValueError(f"--steps {args.steps}: rows are compacted every {fewest // 2}, give {fewest}")
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     programs = ProgramSet.make(model, run)
     with user_errors(args.parser), explained("making the weights", programs.demand):

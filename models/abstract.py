@@ -400,7 +400,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
         part=part,
         contracting=tuple(i + stacked for i in p.contracting),
         scheme=scheme and _scheme(scheme, p),
-        rank=quantization.rank if quantization and scheme and axes.EXPERTS not in p.axes else 0,
+        rank=quantization.rank_of(part) if quantization and scheme and axes.EXPERTS not in p.axes else 0,
     )
 
 

@@ -29,7 +29,8 @@ class Quantization:
     Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype, and so does a head that is
     the embedding. name: the name that users write. rotation: how many consecutive inputs of a dense feed-forward's down
     projection are rotated together while the model runs, see `Scheme`; 0: they are not. rank: of the branch beside
-    each quantised weight but those of experts, see `low_rank`; 0: there is none.
+    each quantised weight but those of experts, see `low_rank`; 0: there is none. branches: the parts that have one, or
+    how their names begin ("mlp" for "mlp.down"); empty: all.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Quantization:
     unquantized: tuple[str, ...] = ()
     rotation: int = 0
     rank: int = 0
+    branches: tuple[str, ...] = ()
 
     @staticmethod
     def named(name: str) -> Quantization:
@@ -58,7 +60,8 @@ class Quantization:
         group, known = scheme.group, (scheme.values in _VALUES, scheme.scales in _SCALES)
         if not all(known) or not (group is None or (type(group) is int and group > 0)):
             raise ConfigError(f"no weights are stored as {scheme}")
-        if not all(isinstance(text, str) for text in (value["name"], *unquantized)):
+        branches = value.get("branches", ())
+        if not all(isinstance(text, str) for text in (value["name"], *unquantized, *branches)):
             raise TypeError("name and parts of a quantization must be text")
         rotation, rank = value.get("rotation", 0), value.get("rank", 0)
         if not all(type(number) is int and number >= 0 for number in (rotation, rank)):
@@ -67,13 +70,18 @@ class Quantization:
             factors_of(max(rotation, 1))
         except ValueError as error:
             raise ConfigError(f"no inputs are rotated by {rotation}: {error}") from None
-        return Quantization(value["name"], scheme, tuple(unquantized), rotation, rank)
+        return Quantization(value["name"], scheme, tuple(unquantized), rotation, rank, tuple(branches))
 
     def scheme_of(self, part: str) -> Scheme | None:
         """The scheme of a weight that products multiply by; None if it is not quantised."""
         if part in self.unquantized:
             return None
         return replace(self.scheme, rotation=self.rotation) if part in ROTATED else self.scheme
+
+    def rank_of(self, part: str) -> int:
+        """The rank of the branch beside a quantised weight; 0: it has none."""
+        names = self.branches
+        return self.rank if not names or any(part == name or part.startswith(f"{name}.") for name in names) else 0
 
     def __str__(self) -> str:
         return self.name

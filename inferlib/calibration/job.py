@@ -39,7 +39,7 @@ from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.observed import InputSums
-from inferlib.option_checks import ConfigurationError
+from inferlib.option_checks import ConfigurationError, brief
 from inferlib.progress import CountProgress
 
 
@@ -80,15 +80,11 @@ class Job:
                         f"{recipe.rotate} parts the head from the embedding, which {hf.get('model_type')} models never "
                         "do: take awq+gptq or gptq"
                     )
-        quantization = replace(quantization, rank=recipe.rank)
+        quantization = replace(quantization, rank=recipe.rank, branches=recipe.branches)
         target = stored_model(config, dtype, quantization)
-        for weight in target.weights:
-            if weight.rank >= (least := min(MatrixForm.of(weight).sizes[1:])) and weight.rank:
-                raise ConfigurationError(
-                    f"lowrank:{weight.rank} is no low rank of {weight.part}, a side of which has {least}: lower it"
-                )
         if not any(weight.scheme for weight in target.weights):
             raise ConfigurationError("the model has no matrices to quantise")
+        _check_branches(quantization, target)
         job = Job(files, recipe, quantization, original, target, hf, rotations)
         if recipe.smooth and not any(job.has_sites(i) for i in range(len(config.layers))):
             raise ConfigurationError(
@@ -187,6 +183,23 @@ class Job:
         specs = specs_of(self.target, layer)
         arrays = store.read(specs)
         return {spec.part: _dequantized(spec, [arrays[array.part] for array in spec.arrays]) for spec in specs}
+
+
+def _check_branches(quantization: Quantization, target: AbstractModel) -> None:
+    """Raise ConfigurationError for a rank that is too high, and for branches of parts that cannot have one."""
+    for weight in target.weights:
+        if weight.rank >= (least := min(MatrixForm.of(weight).sizes[1:])) and weight.rank:
+            raise ConfigurationError(
+                f"lowrank:{weight.rank} is no low rank of {weight.part}, a side of which has {least}: lower it"
+            )
+    everywhere = stored_model(target.config, str(target.dtype), replace(quantization, branches=()))
+    parts = sorted({weight.part for weight in everywhere.weights if weight.rank})
+    for name in quantization.branches:
+        if not any(replace(quantization, branches=(name,)).rank_of(part) for part in parts):
+            raise ConfigurationError(
+                f"lowrank:{quantization.rank}:{brief(name)} names no matrix that can have a branch; those that can are "
+                f"{', '.join(parts)}"
+            )
 
 
 def _by_part(recorded: Recorded) -> dict[str, InputSums]:

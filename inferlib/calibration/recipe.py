@@ -21,13 +21,14 @@ class Recipe:
     rotate: the residual stream and values are rotated, by Hadamard matrices ("hadamard") or by what is learned from
     these in `steps` ("spinquant"); online: and inputs while the model runs. smooth: factors that move between
     activations and weights. rounding: how each matrix is rounded. rank: of the branch beside each matrix; 0: there is
-    none.
+    none. branches: the parts that have one, see `Quantization`.
     """
 
     rotate: Literal["hadamard", "spinquant"] | None
     smooth: Literal["awq", "smoothquant"] | None
     rounding: Literal["nearest", "clip", "gptq"]
     rank: int = 0
+    branches: tuple[str, ...] = ()
     online: bool = True
     steps: int = _STEPS
 
@@ -67,17 +68,22 @@ class Recipe:
 
 
 def _parted(parts: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The names of a method's parts, and the fields of a recipe by what follows their colons: a rank of lowrank:16,
-    steps of spinquant:100, and no rotations while the model runs of hadamard:merged and spinquant:merged."""
+    """The names of a method's parts, and the fields of a recipe by what follows their colons: a rank of lowrank:16, the
+    matrices of lowrank:16:mlp, steps of spinquant:100, and no rotations while the model runs of hadamard:merged and
+    spinquant:merged."""
     names, options = [], {}
     for part in parts:
         name, colon, value = part.partition(":")
         if name not in METHODS:
             name = part
         elif name == "lowrank":
-            if not _positive(value):
+            rank, colon, where = value.partition(":")
+            if not _positive(rank):
                 raise ConfigurationError(f"{brief(part)} has no rank: give one after a colon, such as lowrank:16")
-            options["rank"] = int(value)
+            branches = tuple(where.split(",")) if colon else ()
+            if not all(branches):
+                raise ConfigurationError(f"{brief(part)} names no parts: write lowrank:{rank}, or lowrank:{rank}:mlp")
+            options |= {"rank": int(rank), "branches": branches}
         elif name == "spinquant" and _positive(value):
             options["steps"] = int(value)
         elif name in ("hadamard", "spinquant") and value == "merged":

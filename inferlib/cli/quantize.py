@@ -49,7 +49,7 @@ def quantize(
         str,
         typer.Option(
             help="nearest, clip, gptq, awq, smoothquant, hadamard, hadamard:merged, spinquant, spinquant:100 (steps), "
-            "spinquant:merged or lowrank:16; several with + between, such as awq+gptq."
+            "spinquant:merged, lowrank:16 or lowrank:16:mlp; several with + between, such as awq+gptq."
         ),
     ] = "awq+gptq",
     scheme: Annotated[

@@ -318,6 +318,7 @@ class ModelExplanation(Tables):
             "quantization": self.quantization and self.quantization.name,
             "rotation": self.quantization.rotation if self.quantization else 0,
             "rank": self.quantization.rank if self.quantization else 0,
+            "branches": list(self.quantization.branches) if self.quantization else [],
         }
         if self.draft:
             weights = {dtype: model.nbytes for dtype, model in self.draft.items()}

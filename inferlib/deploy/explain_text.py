@@ -66,7 +66,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
     if facts["rotation"]:
         table.add_row("rotated while it runs", f"inputs of down projections, {facts['rotation']} at a time")
     if facts["rank"]:
-        table.add_row("beside quantised weights", f"a branch of rank {facts['rank']} in bfloat16")
+        parts = f" beside {', '.join(facts['branches'])}" if facts["branches"] else ""
+        table.add_row("beside quantised weights", f"a branch of rank {facts['rank']} in bfloat16{parts}")
     if facts["stored_bytes"] is not None:
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         table.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")

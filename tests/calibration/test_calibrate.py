@@ -96,11 +96,12 @@ def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch)
 
     monkeypatch.setattr(LayerwiseForward, "begin", seen)
     out, sizes = tmp_path / "out", dict(dtype="float32", max_batch=1, max_len=64, progress=False)
-    calibrate(shape, out, data=DATA, method="hadamard+gptq+lowrank:4", scheme="int8", dtype="float32")
+    calibrate(shape, out, data=DATA, method="hadamard+gptq+lowrank:4:attn.o,mlp", scheme="int8", dtype="float32")
     llm, ((walk, outside),) = load(out), made
     assert not llm.engine.model.config.tied
     assert [w.scheme.rotation for w in llm.engine.model.weights if w.part == "mlp.down" and w.scheme] == [128, 128]
     assert {w.part for w in llm.engine.model.weights if w.scheme} == {"attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"}
+    assert {w.part for w in llm.engine.model.weights if w.rank} == {"attn.o", "mlp.gate_up", "mlp.down"}
     expected, tokens = walk.logits(outside)[0, :64], walk.windows[0, :64].tolist()
     for of in (llm, LLM(out, parallel="tp=2", scan=True, **sizes)):
         np.testing.assert_allclose(of.logits(tokens), expected, rtol=0, atol=1e-3 * expected.std())
@@ -109,7 +110,7 @@ def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch)
     explanation = explain(out)
     assert explanation.facts()["rotation"] == 128
     assert "128 at a time" in str(explanation)
-    assert "rank 4" in str(explanation)
+    assert "rank 4 in bfloat16 beside attn.o, mlp" in " ".join(str(explanation).split())
 
 
 @pytest.mark.slow
@@ -263,6 +264,11 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monk
         ({"method": "gptq+lowrank:0"}, "has no rank"),
         ({"method": "gptq+lowrank:x"}, "has no rank"),
         ({"method": f"gptq+lowrank:{'9' * 5000}"}, "has no rank"),
+        ({"method": "gptq+lowrank:4:"}, "names no parts: write lowrank:4, or lowrank:4:mlp"),
+        (
+            {"method": "gptq+lowrank:4:mlp,conv"},
+            "lowrank:4:'conv' names no matrix that can have a branch; those that can",
+        ),
         ({"method": "gptq+lowrank:4+lowrank:8"}, "lowrank twice"),
         ({"method": "gptq:3"}, "'gptq:3' is no part of a method: write gptq"),
         ({"method": "hadamard:whole+gptq"}, "write hadamard or hadamard:merged"),
