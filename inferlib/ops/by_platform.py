@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from inferlib.sharding.mesh import Device
+
 DEFAULT = "default"  # a platform without forms of its own
 _traced_for = jax.make_user_context(None)
 
@@ -19,7 +21,7 @@ def traced_for(platform: str | None) -> AbstractContextManager:
     return _traced_for(platform)
 
 
-def platform_of(device: jax.Device) -> str | None:
+def platform_of(device: Device) -> str | None:
     """The platform of a device's programs, as JAX names it for lowering; None for GPUs that are not NVIDIA's."""
     if device.platform != "gpu":
         return device.platform

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import EngineConfig
@@ -264,7 +264,7 @@ class ProgramSet:
     def _platform(self) -> str | None:
         """The platform of the devices."""
         mesh = self.config.shards.mesh
-        return platform_of(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
+        return platform_of(mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0])
 
     @property
     def _free(self) -> bool:
