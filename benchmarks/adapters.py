@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--parts", help="the weights that they change, such as attn.qkv; default: all that they can")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
@@ -83,7 +84,7 @@ def build(hf: dict[str, Any], args: argparse.Namespace, weights: tuple[jax.Array
     config, device = replace(whole, layers=whole.layers[: args.layers]), DeviceKind.of(jax.devices()[0])
     sizes: dict[str, Any] = dict(max_batch=args.batch, max_len=args.prompt + args.tokens, prefix_caching=False)
     if weights is None:
-        sizes |= {"max_adapters": args.adapters, "max_adapter_rank": args.rank}
+        sizes |= {"max_adapters": args.adapters, "max_adapter_rank": args.rank, "adapter_parts": args.parts}
     engine = EngineOptions(**sizes, cascade=False).resolve(device, None, config)
     dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     quantization = args.quantization and Quantization.named(args.quantization)
@@ -138,6 +139,7 @@ def main() -> None:
             engine.adapters.add(adapter)  # pyright: ignore[reportOptionalMemberAccess]
         engine.warmup(["greedy"])
         title = f"{args.config}, batch {args.batch}, {args.adapters} adapters of rank {args.rank}"
+        title += f" for {args.parts}" if args.parts else ""
         title += f", {jax.devices()[0].device_kind}"
         table = Table("rows", "prefill, s", "decode step, ms", "of without", title=title)
         without = build(hf, args, engine.weights[: engine.programs.factors.which.start])

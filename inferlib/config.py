@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ from inferlib.option_checks import (
     check_snapshots,
     checked_path,
     memory_option,
+    parts_option,
     policy_option,
     selection_option,
     size_option,
@@ -506,7 +508,9 @@ class EngineConfig:
         options = EngineOptions(**{name: getattr(self, name) for name in names})
         if (slots := self.adapters) is None:
             return options
-        return replace(options, max_adapters=slots.count, max_adapter_rank=slots.rank)
+        return replace(
+            options, max_adapters=slots.count, max_adapter_rank=slots.rank, adapter_parts=slots.parts or None
+        )
 
     @staticmethod
     def make(
@@ -557,6 +561,7 @@ class EngineSettings(TypedDict, total=False):
     cache_policy: CachePolicy | str | None
     max_adapters: int | None
     max_adapter_rank: int | None
+    adapter_parts: str | Sequence[str] | None
     depthwise_batching: bool | int
 
 
@@ -626,7 +631,9 @@ class EngineOptions:
         positions. Prompts share no pages. By default all positions are kept.
     max_adapters: how many adapters are on the devices at a time, beside the weights. More may be loaded, and take
         turns. By default as many as `LLM` is given, or none. max_adapter_rank: the highest rank of an adapter; by
-        default the highest of those that `LLM` is given, or 16.
+        default the highest of those that `LLM` is given, or 16. adapter_parts: the weights of a layer that they change,
+        or how their names begin: "attn.qkv", or several with commas between; fewer take less memory and time. By
+        default all that adapters can.
     depthwise_batching: of a model with `early_exit`: a decode step runs the core's next step for each row, wherever it
         is, and the rest of the model once enough rows have left, so that the deepest one does not hold the others up
         (continuous depth-wise batching); a number: once that many wait. It changes no result, and pays where the core
@@ -662,6 +669,7 @@ class EngineOptions:
     cache_policy: CachePolicy | str | None = None
     max_adapters: int | None = None
     max_adapter_rank: int | None = None
+    adapter_parts: str | Sequence[str] | None = None
     depthwise_batching: bool | int = False
 
     def __post_init__(self):
@@ -706,13 +714,17 @@ class EngineOptions:
             object.__setattr__(self, name, size := whole_number(name, getattr(self, name)))
             if not 1 <= size <= most:
                 raise ConfigurationError(f"{name} must be 1 to {most}, got {size}")
+        object.__setattr__(self, "adapter_parts", parts_option(self.adapter_parts))
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Raises ConfigurationError for a rank of no adapters."""
-        if self.max_adapter_rank is not None and self.max_adapters is None:
-            raise ConfigurationError("max_adapter_rank is of adapters: give adapters or max_adapters too")
-        return None if self.max_adapters is None else AdapterSlots(self.max_adapters, self.max_adapter_rank or 16)
+        """Raises ConfigurationError for a rank or parts of no adapters."""
+        if self.max_adapters is not None:
+            return AdapterSlots(self.max_adapters, self.max_adapter_rank or 16, tuple(self.adapter_parts or ()))
+        for name in ("max_adapter_rank", "adapter_parts"):
+            if getattr(self, name) is not None:
+                raise ConfigurationError(f"{name} is of adapters: give adapters or max_adapters too")
+        return None
 
     def _check_tiers(self) -> None:
         for name in ("host_cache", "disk_cache_size"):

@@ -20,13 +20,14 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
 from inferlib.models.adapters import Adaptable, AdapterSlots
-from inferlib.models.config import Mixer, ModelConfig, MoeSpec
+from inferlib.models.config import ConfigError, Mixer, ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.lane_decoder import LaneDecoder
 from inferlib.models.lanes import must_multiply
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.looped import EACH_STEP
+from inferlib.models.part_names import is_named
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.adapted_matmul import AdaptedWeight
@@ -188,6 +189,11 @@ class AbstractModel:
         """The weights that adapters may change, and how."""
         if self.adapters is None:
             return ()
+        return tuple(x for x in self.adaptable if is_named(x[0].of_layer.part, self.adapters.parts))
+
+    @property
+    def adaptable(self) -> tuple[tuple[WeightSpec, Adaptable], ...]:
+        """The weights that adapters could change, and how."""
         pairs = ((weight, _adaptable(weight, self.mixer_of(weight))) for weight in self.weights)
         return tuple((weight, how) for weight, how in pairs if how is not None)
 
@@ -341,7 +347,17 @@ def abstract_module(
 
 
 def _with_adapters(model: AbstractModel, adapters: AdapterSlots, params: list, tree: Any) -> AbstractModel:
-    """The model whose products take the factors of adapters. params: of its weights; tree: what they are leaves of."""
+    """The model whose products take the factors of adapters. params: of its weights; tree: what they are leaves of.
+
+    Raises ConfigError for a name of parts that adapters do not change.
+    """
+    parts = sorted({weight.part for weight, _ in model.adaptable})
+    for name in adapters.parts:
+        if not any(is_named(part, [name]) for part in parts):
+            raise ConfigError(
+                f"adapter_parts has {name!r:.100}, which names no weight that adapters change; those are "
+                f"{', '.join(parts)}"
+            )
     factors = {weight.name: _factor_specs(weight, how, adapters) for weight, how in model.adapted}
 
     def stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:

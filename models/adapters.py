@@ -19,10 +19,14 @@ MOST_SLOTS, MOST_RANK = 1024, 512
 @dataclass(frozen=True)
 class AdapterSlots:
     """How many adapters are on the devices at a time, and the highest rank that they may have. Slot 0 is no adapter,
-    and takes no memory."""
+    and takes no memory.
+
+    parts: the weights that they change, or how their names begin, see `part_names`; empty: all that adapters can.
+    """
 
     count: int
     rank: int
+    parts: tuple[str, ...] = ()
 
 
 class FactorArray(NamedTuple):

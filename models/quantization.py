@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inferlib.models.config import ConfigError
+from inferlib.models.part_names import is_named
 from inferlib.ops.hadamard import factors_of
 from inferlib.ops.quantized import SCHEMES, Scheme
 
@@ -80,8 +81,7 @@ class Quantization:
 
     def rank_of(self, part: str) -> int:
         """The rank of the branch beside a quantised weight; 0: it has none."""
-        names = self.branches
-        return self.rank if not names or any(part == name or part.startswith(f"{name}.") for name in names) else 0
+        return self.rank if is_named(part, self.branches) else 0
 
     def __str__(self) -> str:
         return self.name

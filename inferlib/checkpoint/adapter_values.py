@@ -16,6 +16,7 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.adapters import Adaptable, of_slot
 from inferlib.models.families.common import Family
+from inferlib.models.part_names import is_named
 from inferlib.models.pieces import Piece
 from inferlib.sharding import axes
 
@@ -111,6 +112,12 @@ class AdapterReader:
                 f"{adapter.path} changes {module}, and the model has no such weight: take an adapter of this model"
             )
         places = self._places[name]
+        parts, changed = self.model.adapters.parts if self.model.adapters else (), places[0].item.weight.part
+        if not is_named(changed, parts):
+            raise CheckpointError(
+                f"{adapter.path} changes {module}, and there is room for changes of {', '.join(parts)} alone: give "
+                f"adapter_parts {changed} too, or leave it out"
+            )
         if any(place.number is None for place in places):
             experts = any(axes.EXPERTS in place.item.weight.axes for place in places)
             what = "an expert's projection" if experts else "which is no projection that adapters change at run time"

@@ -137,6 +137,13 @@ MaxAdapterRank = Annotated[
         min=1, help="Highest rank that an adapter may have; by default the highest of the named adapters', or 16."
     ),
 ]
+AdapterParts = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of a layer that adapters change, or how their names begin: attn.qkv, or attn,mlp.down. Fewer "
+        "take less memory and time; by default all that adapters can."
+    ),
+]
 AdapterName = Annotated[
     str | None, typer.Option(help="Name of one of --adapters, which changes the model; by default none does.")
 ]

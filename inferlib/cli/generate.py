@@ -14,6 +14,7 @@ from rich.console import Console
 
 from inferlib.cli.arguments import (
     AdapterName,
+    AdapterParts,
     AttentionPages,
     CacheMemory,
     CachePolicy,
@@ -131,6 +132,7 @@ class EngineArguments:
     ] = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
+    adapter_parts: AdapterParts = None
     depthwise_batching: Annotated[
         bool,
         typer.Option(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from inferlib.cli.arguments import (
+    AdapterParts,
     AttentionPages,
     CachePolicy,
     FormatArguments,
@@ -31,6 +32,7 @@ class BesideArguments:
     cache_policy: CachePolicy = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
+    adapter_parts: AdapterParts = None
 
 
 @grouped

@@ -71,6 +71,7 @@ class Formats(TypedDict, total=False):
     cache_policy: str | None
     max_adapters: int | None
     max_adapter_rank: int | None
+    adapter_parts: str | Sequence[str] | None
 
 
 def explain(
@@ -98,7 +99,7 @@ def explain(
         take nothing.
     attention_pages: "quest:64", as for `LLM`: the cache has the summaries of its pages.
     cache_policy: "keydiff:2048", as for `LLM`: a row's cache is bounded.
-    max_adapters, max_adapter_rank: as for `LLM`: also what adapters take.
+    max_adapters, max_adapter_rank, adapter_parts: as for `LLM`: also what adapters take.
     revision: branch, tag or commit of a model of the hub.
 
     Raises CheckpointError, ConfigError, ConfigurationError or ShardingError for input that is wrong.
@@ -129,8 +130,8 @@ def explain(
         options = EngineOptions(max_batch=max_batch, max_len=length, **cache)
         mesh, implementations = _on_mesh(models["bfloat16"], split, options, stored)
     pool = None if memory is None else (memory, max_batch)
-    count, rank = formats.get("max_adapters"), formats.get("max_adapter_rank")
-    slots = EngineOptions(max_adapters=count, max_adapter_rank=rank).adapters
+    of_adapters: Any = {name: formats.get(name) for name in ("max_adapters", "max_adapter_rank", "adapter_parts")}
+    slots = EngineOptions(**of_adapters).adapters
     stores = stored, kv_cache_dtype, selection, policy
     return ModelExplanation(source, models, length, *stores, mesh, implementations, pool, draft, slots)
 

@@ -50,7 +50,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
     if "adapters" in facts:
         sizes = (f"{decimal(size)} in {dtype}" for dtype, size in facts["adapters"]["bytes"].items())
         count, rank = facts["adapters"]["count"], facts["adapters"]["rank"]
-        table.add_row("adapters", f"{count} of rank {rank} beside the weights: {', '.join(sizes)}")
+        parts = ", ".join(facts["adapters"]["parts"]) or "the weights"
+        table.add_row("adapters", f"{count} of rank {rank} beside {parts}: {', '.join(sizes)}")
     snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
     policy, selection = facts["cache_policy"], PageSelection.read(facts["attention_pages"])
     resident = None if selection is None else selection.resident

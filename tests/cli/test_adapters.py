@@ -84,6 +84,11 @@ def test_chats_and_vectors(inferlib, adapters, tmp_path):
         (("--adapters", "a=x", "--adapter", "b"), "--adapter 'b' is none of --adapters, which are a"),
         (("--adapters", "a=nowhere"), "nowhere has no adapter_config.json: an adapter is a directory that PEFT wrote"),
         (("--max-adapter-rank", "8"), "max_adapter_rank is of adapters: give adapters or max_adapters too"),
+        (("--adapter-parts", "attn"), "adapter_parts is of adapters: give adapters or max_adapters too"),
+        (
+            ("--max-adapters", "1", "--adapter-parts", "attn.qkv,conv"),
+            "adapter_parts has 'conv', which names no weight",
+        ),
     ],
 )
 def test_wrong_options(inferlib, options, message):
@@ -103,6 +108,6 @@ def test_what_they_take(inferlib):
             parts = 2 if weight.part == "mlp.gate_up" else 1
             numbers += 3 * rank * (parts * inputs + math.prod(weight.shape) // inputs)
     sizes = {dtype: (4 if dtype == "float32" else 2) * numbers for dtype in facts["weight_bytes"]}
-    assert facts["adapters"] == {"count": 3, "rank": 5, "bytes": sizes}
+    assert facts["adapters"] == {"count": 3, "rank": 5, "parts": [], "bytes": sizes}
     assert "3 of rank 5 beside the weights" in " ".join(inferlib(*words).stdout.split())
     assert "max_adapter_rank is of adapters" in error_of(inferlib("info", inferlib.model, "--max-adapter-rank", "5"))

@@ -130,7 +130,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching --itl 0.25 --speculation ngram:5
         --attention-pages quest:8 --sparse-prefill mean:0.9 --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB
         --cache-policy knorm:64 --depth 2 --exit-threshold 0.03 --prefill-devices 1,2 --adapters sql=a,mail=b
-        --adapter mail --max-adapters 1 --max-adapter-rank 32 --depthwise-batching
+        --adapter mail --max-adapters 1 --max-adapter-rank 32 --adapter-parts attn,mlp.down --depthwise-batching
         --depthwise-quorum 3
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
@@ -160,6 +160,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "adapters": {"sql": "a", "mail": "b"},
         "max_adapters": 1,
         "max_adapter_rank": 32,
+        "adapter_parts": "attn,mlp.down",
         "depthwise_batching": 3,
         "compile_cache": None,
         "parallel": "tp=2",

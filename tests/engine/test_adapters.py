@@ -21,6 +21,7 @@ from inferlib.engine.scheduler import Scheduler
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.adapters import AdapterSlots
+from inferlib.models.config import ConfigError
 from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
 from inferlib.planning.recorder import record
@@ -160,6 +161,18 @@ def test_families_stacks_and_patterns(family, options, written, expected):
     """Patterns of ranks and alphas, rsLoRA, in stacked layers; one module for queries, keys and values, transposed;
     latent attention."""
     assert_as_merged(build(*written(family), **options), expected(family))
+
+
+def test_room_for_some_parts(written, without_adapters, tmp_path):
+    """Adapters of queries have no factors beside other weights; adapters of others are refused."""
+    path, adapters = written("llama")
+    write_adapter(tmp_path, modules_of(path, ("q_proj",), 4), r=4, lora_alpha=8)
+    llm = build(path, {"a": tmp_path}, adapter_parts="attn.qkv")
+    assert {weight.part for weight, _ in llm.engine.model.adapted} == {"attn.qkv"}
+    compute = expected_of(without_adapters(path), path, {"a": tmp_path})
+    assert_as_merged(llm, compute, names=[name and "a" for name in NAMES])
+    with pytest.raises(CheckpointError, match=r"room for changes of attn\.qkv alone: give adapter_parts \S+ too, or"):
+        llm.load_adapter("more", adapters["second"])
 
 
 @pytest.mark.parametrize(
@@ -474,6 +487,12 @@ def test_wrong_options(written, tmp_path):
         ({"max_adapters": True}, "max_adapters must be a whole number"),
         ({"max_adapters": 1, "max_adapter_rank": 9999}, "max_adapter_rank must be 1 to 512"),
         ({"max_adapter_rank": 4}, "max_adapter_rank is of adapters: give adapters or max_adapters too"),
+        ({"adapter_parts": "attn"}, "adapter_parts is of adapters: give adapters or max_adapters too"),
+        ({"max_adapters": 1, "adapter_parts": "attn,"}, "adapter_parts are names of a layer's weights, such as"),
+        (
+            {"max_adapters": 1, "adapter_parts": ["attn", "conv"]},
+            "has 'conv', which names no weight that adapters",
+        ),
         ({"adapters": ["a"]}, r"adapters are a mapping of names to directories, got \['a'\]"),
         ({"adapters": {"": "x"}}, "an adapter's name is a text"),
         ({"adapters": {"a": tmp_path}}, "has no adapter_config.json: an adapter is a directory that PEFT wrote"),
@@ -483,7 +502,7 @@ def test_wrong_options(written, tmp_path):
             "programs of artifacts take no adapters: leave them out, or",
         ),
     ):
-        with pytest.raises((ConfigurationError, CheckpointError), match=message):
+        with pytest.raises((ConfigurationError, ConfigError, CheckpointError), match=message):
             build_llm(path, BUCKETS, **options)
     with pytest.raises(TypeError, match="'enable_lora'; here it is adapters or max_adapters"):
         LLM(path, enable_lora=True)  # pyright: ignore[reportCallIssue]
