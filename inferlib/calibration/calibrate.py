@@ -49,7 +49,7 @@ def calibrate(
     model, revision: as for `LLM`; an unquantised checkpoint with a tokenizer. data: text of the kind that the model
     will see, see `TextSample`. method: "nearest", "clip" (searched scales), "gptq", "awq", "smoothquant" (for
     schemes that round inputs by token), "hadamard", "hadamard:merged" (no rotation while the model runs), "spinquant"
-    (learned rotations; "spinquant:100" in 100 steps, "spinquant:merged") "lowrank:16" (a branch of rank 16) or
+    (learned rotations; "spinquant:100" in 100 steps, "spinquant:merged"), "lowrank:16" (a branch of rank 16) or
     "lowrank:16:mlp" (beside matrices of the feed-forward alone: parts, or how their names begin, with commas), and
     several with + between, such as "awq+gptq". scheme: of the matrices, as `LLM`'s `quantization`. dtype: "float32",
     "bfloat16" or "float16" of other weights.
