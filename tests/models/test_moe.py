@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -264,7 +263,7 @@ def test_rounds_whose_choices_a_tpu_kernel_sorts(monkeypatch):
         if kernel:
             interpreted = partial(group_order_tpu.group_order, interpret=True)
             monkeypatch.setattr(group_order_tpu, "group_order", interpreted)
-            monkeypatch.setattr(group_order, "lax", SimpleNamespace(platform_dependent=by_kernel))
+            monkeypatch.setattr(group_order, "by_platform", by_kernel)
         ctx = context([1] * tokens, Backend(grouped_matmul="pallas_tpu"))
         graph, state = nnx.split(layer.experts)
         run = jax.jit(lambda state, *args, ctx=ctx: nnx.merge(graph, state)(*args, tokens // 4, ctx, None))  # noqa: B023
