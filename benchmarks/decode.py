@@ -56,7 +56,7 @@ from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.quantized import nbytes
 from inferlib.ops.selected_pages import PageSelection
-from inferlib.option_checks import backend_option, sparse_option
+from inferlib.option_checks import backend_option, parts_option, sparse_option
 from inferlib.platforms import prepare_jax
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
@@ -291,7 +291,7 @@ def arguments() -> argparse.Namespace:
         if args.sparse_prefill and not prefill:
             raise ValueError("--sparse-prefill is of prompts: give --prefill")
         sparse_option(args.sparse_prefill)
-        args.branches = tuple(filter(None, (args.branches or "").split(",")))
+        args.branches = parts_option("--branches", args.branches) or ()
         if args.branches and not args.rank:
             raise ValueError("--branches are of low rank: give --rank")
         if args.rank < 0 or ((args.rotated or args.rank) and not args.quantization):

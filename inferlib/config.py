@@ -620,9 +620,9 @@ class EngineOptions:
         "xattention:0.9" lists blocks of each tile (128 tokens, on TPUs 256) and KV head until they have 90 % of the
         estimated attention, at most a quarter of the blocks of `max_len`; "xattention:0.9:0.5" at most half of them;
         "sample:0.9" estimates by samples of the queries, "mean:0.9" by means. Layers with a window, latents or a
-        state, and decode steps, are computed in full.
-        Or "fastkv:20:0.3": layers from number 20 on see 30 % of the tokens of each segment of 2048;
-        "fastkv:20:0.3:512" of each 512. By default prompts attend to all, in all layers.
+        state, and decode steps, are computed in full. Or "fastkv:20:0.3": layers from number 20 on see 30 % of the
+        tokens of each segment of 2048; "fastkv:20:0.3:512" of each 512. By default prompts attend to all, in all
+        layers.
     cache_policy: a row's cache keeps a budget of positions for each layer and KV head, which bounds its memory and what
         decode steps read, and changes results: "keydiff:2048" keeps 2048 by scores of their keys ("knorm" too; "h2o",
         "snapkv", "morphkv", "sagekv" and "tova" by attention, "streaming" by age), the first 4 and the newest 32 among
@@ -714,7 +714,7 @@ class EngineOptions:
             object.__setattr__(self, name, size := whole_number(name, getattr(self, name)))
             if not 1 <= size <= most:
                 raise ConfigurationError(f"{name} must be 1 to {most}, got {size}")
-        object.__setattr__(self, "adapter_parts", parts_option(self.adapter_parts))
+        object.__setattr__(self, "adapter_parts", parts_option("adapter_parts", self.adapter_parts))
 
     @property
     def adapters(self) -> AdapterSlots | None:

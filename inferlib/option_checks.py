@@ -190,16 +190,17 @@ def sparse_option(value: Any) -> SparsePrefill | TokenPropagation | None:
         raise ConfigurationError(str(error)) from None
 
 
-def parts_option(value: Any) -> tuple[str, ...] | None:
-    """Names of weights, as a text with commas between or as a sequence. Raises ConfigurationError."""
+def parts_option(name: str, value: Any) -> tuple[str, ...] | None:
+    """The option `name`: names of weights, as a text with commas between or as a sequence; None: it is not given.
+    Raises ConfigurationError."""
     names = value.split(",") if isinstance(value, str) else value
     if names is None:
         return None
     if not isinstance(names, list | tuple) or not names or not all(isinstance(x, str) and x.strip() for x in names):
         raise ConfigurationError(
-            f"adapter_parts are names of a layer's weights, such as 'attn.qkv' or 'attn,mlp.down', got {brief(value)}"
+            f"{name} are names of a layer's weights, such as 'attn.qkv' or 'attn,mlp.down', got {brief(value)}"
         )
-    return tuple(name.strip() for name in names)
+    return tuple(x.strip() for x in names)
 
 
 def policy_option(value: Any) -> CachePolicy | None:

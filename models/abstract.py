@@ -27,7 +27,7 @@ from inferlib.models.lanes import must_multiply
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.looped import EACH_STEP
-from inferlib.models.part_names import is_named
+from inferlib.models.part_names import first_of_no_part, is_named
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.adapted_matmul import AdaptedWeight
@@ -352,12 +352,10 @@ def _with_adapters(model: AbstractModel, adapters: AdapterSlots, params: list, t
     Raises ConfigError for a name of parts that adapters do not change.
     """
     parts = sorted({weight.part for weight, _ in model.adaptable})
-    for name in adapters.parts:
-        if not any(is_named(part, [name]) for part in parts):
-            raise ConfigError(
-                f"adapter_parts has {name!r:.100}, which names no weight that adapters change; those are "
-                f"{', '.join(parts)}"
-            )
+    if (name := first_of_no_part(adapters.parts, parts)) is not None:
+        raise ConfigError(
+            f"adapter_parts has {name!r:.100}, which names no weight that adapters change; those are {', '.join(parts)}"
+        )
     factors = {weight.name: _factor_specs(weight, how, adapters) for weight, how in model.adapted}
 
     def stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:

@@ -37,6 +37,7 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.families import config_from_hf
+from inferlib.models.part_names import first_of_no_part
 from inferlib.models.quantization import Quantization
 from inferlib.ops.observed import InputSums
 from inferlib.option_checks import ConfigurationError, brief
@@ -192,14 +193,15 @@ def _check_branches(quantization: Quantization, target: AbstractModel) -> None:
             raise ConfigurationError(
                 f"lowrank:{weight.rank} is no low rank of {weight.part}, a side of which has {least}: lower it"
             )
+    if not quantization.branches:
+        return
     everywhere = stored_model(target.config, str(target.dtype), replace(quantization, branches=()))
     parts = sorted({weight.part for weight in everywhere.weights if weight.rank})
-    for name in quantization.branches:
-        if not any(replace(quantization, branches=(name,)).rank_of(part) for part in parts):
-            raise ConfigurationError(
-                f"lowrank:{quantization.rank}:{brief(name)} names no matrix that can have a branch; those that can are "
-                f"{', '.join(parts)}"
-            )
+    if (name := first_of_no_part(quantization.branches, parts)) is not None:
+        raise ConfigurationError(
+            f"lowrank:{quantization.rank}:{brief(name)} names no matrix that can have a branch; those that can are "
+            f"{', '.join(parts)}"
+        )
 
 
 def _by_part(recorded: Recorded) -> dict[str, InputSums]:

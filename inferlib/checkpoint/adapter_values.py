@@ -16,7 +16,6 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.adapters import Adaptable, of_slot
 from inferlib.models.families.common import Family
-from inferlib.models.part_names import is_named
 from inferlib.models.pieces import Piece
 from inferlib.sharding import axes
 
@@ -112,13 +111,13 @@ class AdapterReader:
                 f"{adapter.path} changes {module}, and the model has no such weight: take an adapter of this model"
             )
         places = self._places[name]
-        parts, changed = self.model.adapters.parts if self.model.adapters else (), places[0].item.weight.part
-        if not is_named(changed, parts):
-            raise CheckpointError(
-                f"{adapter.path} changes {module}, and there is room for changes of {', '.join(parts)} alone: give "
-                f"adapter_parts {changed} too, or leave it out"
-            )
         if any(place.number is None for place in places):
+            weight, slots = places[0].item.weight, self.model.adapters
+            if slots is not None and weight.name in {adaptable.name for adaptable, _ in self.model.adaptable}:
+                raise CheckpointError(
+                    f"{adapter.path} changes {module}, and there is room for changes of {', '.join(slots.parts)} "
+                    f"alone: give adapter_parts {weight.part} too, or leave it out"
+                )
             experts = any(axes.EXPERTS in place.item.weight.axes for place in places)
             what = "an expert's projection" if experts else "which is no projection that adapters change at run time"
             raise CheckpointError(f"{adapter.path} changes {module}, {what}: {_INSTEAD}")
