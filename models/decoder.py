@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.blocks import Block, kind_of_block, sums_feed_norms
+from inferlib.models.blocks import Block, PreNormBlock, kind_of_block, sums_feed_norms
 from inferlib.models.config import ConfigError, LayerSpec
 from inferlib.models.depth import Taken
 from inferlib.models.layers.embedding import look_up
@@ -172,16 +172,19 @@ class Decoder(nnx.Module):
     def leaves_pending(self, ctx: StepContext) -> bool:
         """True if one kernel adds each branch of this device and norms the sum.
 
-        That pays after products that are kernels too: of experts, and of decode-sized batches with quantised weights.
-        After other products, XLA adds the residual in the product's own kernel.
+        That pays after products that are kernels too, of experts and of decode-sized batches with quantised weights,
+        and after products that stay partial sums. After others, XLA adds the residual in the product's own kernel.
         """
         scanned = any(segment.count > 1 for segment in self.segments)
         if scanned or ctx.shards.mesh is not None or not sums_feed_norms(self.config, sharded=False):
             return False
         if choose(ctx.tokens, self.config.dim, backend=ctx.backend.add_norm).name == "xla":
             return False
-        dense = None if self.config.mixtures else self.blocks[0].mlp.down[...]
-        return dense is None or decode_sized(dense, ctx.tokens, ctx.backend.matmul)
+        if self.config.mixtures:
+            return True
+        if isinstance(down := self.blocks[0].mlp.down[...], jax.Array):
+            return all(isinstance(block, PreNormBlock) and block.leaves_partials(ctx) for block in self.blocks)
+        return decode_sized(down, ctx.tokens, ctx.backend.matmul)
 
     def borrowed_cache(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache that a block's layers borrow, if they attend to another layer's keys and values. caches: the caches

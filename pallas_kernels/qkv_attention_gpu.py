@@ -22,7 +22,8 @@ from inferlib.pallas_kernels import decode_attention_gpu as over_cache
 from inferlib.pallas_kernels.partial_sums_gpu import load_squares, norm_factor, summed
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
-MOST_SHARES = 16  # partial sums that each program of attention adds up for itself
+MOST_SHARES = 16  # partial sums that each program of attention adds up for itself,
+SHARES_OF_MANY = 4  # and as many if the programs do not all work at once
 
 
 def qkv_attention(
@@ -48,7 +49,8 @@ def qkv_attention(
     inputs_norm = (None, 0.0)
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
-        if rows * kv_heads * split["splits"] > over_cache.CONCURRENT or products.shape[0] > MOST_SHARES:
+        many = rows * kv_heads * split["splits"] > over_cache.CONCURRENT
+        if products.shape[0] > (SHARES_OF_MANY if many else MOST_SHARES):
             norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
             flat = products.reshape(*products.shape[:2], -1)
             addend = None if addend is None else addend.reshape(rows, -1)

@@ -168,7 +168,7 @@ def row_matmul(
         interpret=interpret,
         name="row_matmul",
     )(*operands, base)
-    return _finished(out, epilogue, x.shape[1], interpret)
+    return finished(out, epilogue, x.shape[1], interpret=interpret)
 
 
 def _check(x: jax.Array, values: jax.Array, group: int | None, ids: jax.Array | None, epilogue: Epilogue) -> None:
@@ -192,8 +192,8 @@ def _check_blocks(chosen: Blocks, words: jax.Array, kind: str) -> None:
         raise ValueError(f"{words.shape[2]} words of {kind} do not fill the programs of {chosen}, which copy them")
 
 
-def _finished(out: jax.Array, epilogue: Epilogue, inputs: int, interpret: bool) -> jax.Array:
-    """The epilogue of partial sums [S, M, P, O] of products with `inputs` inputs."""
+def finished(out: jax.Array, epilogue: Epilogue, inputs: int, *, interpret: bool = False) -> jax.Array:
+    """What `row_matmul` returns, from partial sums [S, M, P, O] of products with `inputs` inputs."""
     splits, count, parts, outputs = out.shape
     if epilogue.partials:
         return out.reshape(splits, count, -1)

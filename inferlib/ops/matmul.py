@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops import eight_bits
+from inferlib.ops import eight_bits, split_dot
 from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
@@ -96,20 +96,25 @@ def matmul(
         x = rotated(as_array(x), w.rotation)
     if multiply := _PRODUCTS.get(type(w)):
         return multiply(x, w, product)
-    return product.activated(_dense(as_array(x), cast(jax.Array, w), product, transposed))
+    w = cast(jax.Array, w)
+    if isinstance(x, DeferredNorm) and split_dot.unsupported(x.shape[0], x.dtype, w) is None:
+        return by_platform(x, w, cuda=partial(_by_splits, product=product), default=partial(_whole, product=product))
+    return product.activated(_dense(as_array(x), w, product, transposed))
 
 
-def matmul_partials(x: jax.Array, w: QuantizedTensor | LowRankWeight, *, contract: int = 1) -> PartialSums:
+def matmul_partials(x: jax.Array, w: Weight, *, contract: int = 1) -> PartialSums:
     """x [T, *I] times w [*I, *O] -> the product [T, *O], in split-K partial sums.
 
-    For weights that `choose(..., partials=True)` multiplies by a kernel.
+    For weights for which `choose(..., partials=True)` is not "xla".
     """
     if isinstance(w, LowRankWeight):
         x, base = w.parted(x)
-        assert isinstance(base, QuantizedTensor)
         return replace(matmul_partials(x, base, contract=contract), addend=w.branch(x, x.dtype))
+    if isinstance(w, jax.Array):
+        return PartialSums(_in_splits(x, w, contract))
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, blocks, row_matmul
 
+    assert isinstance(w, QuantizedTensor)
     x = rotated(x, w.rotation) if w.rotation else x
     rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
     matrices, inputs, outputs = values.shape
@@ -126,6 +131,14 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor | LowRankWeight, *, contrac
     return PartialSums(by_platform(x, w, cuda=by_rows, default=default))
 
 
+def _in_splits(x: jax.Array, w: jax.Array, contract: int) -> jax.Array:
+    """x [T, *I] times w [*I, *O] -> partial sums [S, T, *O] float32."""
+    inner, outer = w.shape[:contract], w.shape[contract:]
+    matrix = w.reshape(math.prod(inner), math.prod(outer))
+    y = split_dot.partial_products(x.reshape(x.shape[0], -1), matrix)
+    return y.reshape(*y.shape[:2], *outer)
+
+
 def choose(
     w: Weight,
     tokens: int,
@@ -135,16 +148,18 @@ def choose(
     backend: str | None,
     partials: bool = False,
 ) -> Choice:
-    """The implementation on GPUs of `matmul`, or of `matmul_partials`, for `tokens` rows of a dtype and a quantised
-    weight: "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, "eight_bits" for inputs
-    that are rounded by token, whatever the backend, or "xla".
+    """The implementation on GPUs of `matmul`, or of `matmul_partials`, for `tokens` rows of a dtype and a weight:
+    "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, "eight_bits" for inputs that are
+    rounded by token, whatever the backend, "split_dot" for partial sums of a weight that is not quantised, or "xla".
 
-    XLA unpacks the weight first, which takes most of the time of such products. A weight whose inputs are rounded by
-    token lies in memory as matrix units read it, which the kernels do not take.
+    XLA unpacks a quantised weight first, which takes most of the time of such products. A weight whose inputs are
+    rounded by token lies in memory as matrix units read it, which the kernels do not take.
     """
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
     w = w.base if isinstance(w, LowRankWeight) else w
+    if isinstance(w, jax.Array) and partials and backend in (None, "pallas_gpu"):
+        return Choice.of("split_dot", split_dot.unsupported(tokens, dtype, w))
     if not isinstance(w, QuantizedTensor):
         return Choice("xla")
     if w.rounds_tokens:
@@ -289,6 +304,21 @@ _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     FakeQuantizedWeight: _fake_quantized,
     LowRankWeight: _low_rank,
 }
+
+
+def _by_splits(x: DeferredNorm, w: jax.Array, product: Product, interpret: bool = False) -> jax.Array:
+    """The product by XLA; the kernel that adds up its partial sums multiplies them by the norm's factor."""
+    from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, finished
+
+    y, outer = _in_splits(x.y, w, product.contract), w.shape[product.contract :]
+    y = y.reshape(*y.shape[:2], 1, -1)
+    epilogue = Epilogue(product.activation, x.squares, x.eps, dtype=product.out_dtype)
+    y = finished(y, epilogue, x.shape[1], interpret=interpret)
+    return y.reshape(x.shape[0], *outer[product.activation is not None :])
+
+
+def _whole(x: DeferredNorm, w: jax.Array, product: Product) -> jax.Array:
+    return product.activated(_dense(x.array(), w, product, transposed=False))
 
 
 def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> jax.Array:

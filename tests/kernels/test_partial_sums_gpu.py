@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inferlib.models.layers.mlp import gated
-from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
+from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_splits, _by_tiles, choose, matmul, matmul_partials
 from inferlib.ops.partial_sums import PartialSums
 from inferlib.ops.quantized import SCHEMES
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
@@ -117,14 +117,30 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
         assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize(("rows", "activation"), [(1, "silu"), (3, None), (3, "gelu")])
+def test_xlas_products_of_a_norm_without_its_factor(rows, activation):
+    """Of weights that are not quantised. On GPUs a kernel adds up their partial sums, with the factor."""
+    activation = activation and partial(gated, activation)
+    x, weight = draw((rows, 1024), 20, jnp.bfloat16), draw(1024, 1, jnp.bfloat16, 1)
+    w, y = draw((1024, 2, 64), dtype=jnp.bfloat16, seed=2), deferred(x, weight, 2)
+    exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), np.float64(w))
+    if activation:
+        exact = np.float64(activation(jnp.float32(exact[:, 0]), jnp.float32(exact[:, 1])))
+    by_splits = partial(_by_splits, product=Product(1, activation, jnp.bfloat16, "pallas_gpu"), interpret=on_cpu)
+    for run in (partial(matmul, activation=activation), by_splits):
+        got = jax.jit(run)(y, w)
+        assert (got.shape, got.dtype) == (exact.shape, jnp.bfloat16)
+        assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
+    assert "triton" in lowered_for_cuda(partial(matmul, activation=activation), y, w)
+
+
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     y = deferred(x, weight, 1)
-    dense = draw((256, 64), dtype=jnp.bfloat16, seed=2)
-    quantised = quantized(dense.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
-    rounds = replace(quantised, round_inputs=True)
-    shifted = replace(quantized(dense.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
-    for w in (dense, rounds, shifted):
+    dense = draw((256, 64), seed=2)
+    rounds = replace(quantized(dense, (0,), SCHEMES["mxfp8"]), round_inputs=True)
+    shifted = replace(quantized(dense, (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
+    for w in (dense.astype(jnp.float16), rounds, shifted):
         got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.array()))
         # XLA rounds one of the whole norms and not the other, from where e4m3 may go to another neighbour.
         assert np.linalg.norm(got - want) < (0.05 if w is rounds else 0.01) * np.linalg.norm(want)

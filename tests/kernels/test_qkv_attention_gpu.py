@@ -141,19 +141,25 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "normed"), [({}, False), ({}, True), ({"CONCURRENT": 1}, False), ({"MOST_SHARES": 1}, True)]
+    ("limits", "normed", "before"),
+    [
+        ({}, True, False),
+        ({"CONCURRENT": 1}, False, False),
+        ({"CONCURRENT": 1, "SHARES_OF_MANY": 2}, False, True),
+        ({"MOST_SHARES": 1}, True, True),
+    ],
 )
-def test_shares_of_products_are_summed(limits, normed, monkeypatch):
+def test_shares_of_products_are_summed(limits, normed, before, monkeypatch):
     """In attention, or in a kernel before it where its programs or the shares are many."""
     for limit, value in limits.items():
-        monkeypatch.setattr(qkv_attention_gpu if limit == "MOST_SHARES" else decode_attention_gpu, limit, value)
+        monkeypatch.setattr(decode_attention_gpu if limit == "CONCURRENT" else qkv_attention_gpu, limit, value)
     case, has = CASES["no powers of two, rotated in part, norms with an offset"]
     (qkv, *cache), arrays = draw(case, **{key: value for key, value in has.items() if key != "offset"})
     options = dict(eps=EPS, offset=has.get("offset", 0.0)) | case.static()
     shares, norm, made = shares_of(qkv, normed)
     want = jax.jit(partial(one_after_the_other, **options))(qkv, *cache, arrays)
     run = partial(qkv_attention, **options, **made)
-    assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == bool(limits)
+    assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == before
     for got, expected in zip(jax.jit(run)(shares, *cache, arrays | norm), want, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)

@@ -148,7 +148,7 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, b
 # Which attention sums the products depends neither on the family's norms nor on the scheme, nor the norms on either.
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),
-    [("llama", "mxfp4", GPU), ("qwen3_moe", "int8", "xla")],
+    [("llama", "mxfp4", GPU), ("llama", None, GPU), ("qwen3_moe", "int8", "xla")],
 )
 def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):
     """In layers that are dense; equal to what is normed first but for bfloat16. Attention sums products itself, if it

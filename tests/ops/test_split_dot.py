@@ -1,0 +1,53 @@
+"""Products of few rows that stay split-K partial sums."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.ops.matmul import choose, matmul_partials
+from inferlib.ops.split_dot import partial_products, splits, unsupported
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "count"),
+    [
+        (4096, 6144, 4),
+        (14336, 4096, 8),  # as many as fill the GPU
+        (4096, 28672, 1),  # tiles of the whole product fill it
+        (2048, 2048, 4),  # no split has fewer than 512 inputs
+        (1536, 2048, 2),  # inputs divide by it
+        (500, 64, 1),
+    ],
+)
+def test_as_many_parts_as_fill_the_gpu(inputs, outputs, count):
+    assert splits(inputs, outputs) == count
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_their_sum_is_the_product(rows):
+    rng = np.random.default_rng(rows)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((rows, 2048), (2048, 96)))
+    sums = jax.jit(partial_products)(x, w)
+    assert sums.dtype == jnp.float32
+    assert sums.shape[0] == (8 if rows == 1 else 4)  # one row counts as two of half its size
+    exact = np.float64(x) @ np.float64(w)
+    np.testing.assert_allclose(np.sum(np.float64(sums), axis=0), exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+def test_weights_of_several_dimensions():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 2, 512), (2, 512, 4, 8)))
+    sums = jax.jit(lambda x, w: matmul_partials(x, w, contract=2).total(jnp.float32))(x, w)
+    np.testing.assert_allclose(sums, np.einsum("tij,ijko->tko", np.float64(x), np.float64(w)), rtol=0, atol=1e-2)
+
+
+def test_what_stays_whole():
+    w = jnp.ones((64, 32), jnp.bfloat16)
+    for backend, partials, name in ((None, True, "split_dot"), (None, False, "xla"), ("xla", True, "xla")):
+        assert choose(w, 4, w.dtype, backend=backend, partials=partials).name == name
+    assert choose(w, 17, w.dtype, backend=None, partials=True).reason == "17 rows"
+    assert unsupported(4, jnp.float32, w.astype(jnp.float32)) == "products of float32 with float32"
+    assert unsupported(4, jnp.float16, w) == "products of float16 with bfloat16"
