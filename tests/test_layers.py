@@ -57,6 +57,7 @@ LEVELS = (
     ("async_llm", "calibration", "deploy", "distillation", "doctor", "evaluation", "finetuning", "llm"),
     ("bench", "serving"),
     ("cli", "cluster"),
+    ("__main__",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}
 VALUES = "inferlib.attention_values"

@@ -127,8 +127,10 @@ class EngineArguments:
     sparse_prefill: SparsePrefill = None
     cache_policy: CachePolicy = None
     adapters: Annotated[
-        str | None,
-        typer.Option(help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; by default none."),
+        list[str] | None,
+        typer.Option(
+            help="LoRA adapters by name, directories that PEFT wrote: sql=DIR,chat=DIR; repeatable, by default none."
+        ),
     ] = None
     max_adapters: MaxAdapters = None
     max_adapter_rank: MaxAdapterRank = None
@@ -158,12 +160,13 @@ class EngineArguments:
 
     def named_adapters(self) -> dict[str, str] | None:
         """The directories of `adapters` by their names. Raises ValueError."""
-        if self.adapters is None:
+        if not self.adapters:
             return None
-        pairs = [part.partition("=") for part in self.adapters.split(",")]
+        text = ",".join(self.adapters)
+        pairs = [part.partition("=") for part in text.split(",")]
         names = [name.strip() for name, _, _ in pairs]
         if not all(name and path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)):
-            raise ValueError(f"--adapters must be NAME=DIR,NAME=DIR, got {self.adapters[:100]!r}")
+            raise ValueError(f"--adapters must be NAME=DIR,NAME=DIR, got {text[:100]!r}")
         if len(set(names)) < len(names):
             raise ValueError(f"--adapters has a name twice: {', '.join(names)[:100]}")
         return {name: path.strip() for name, (_, _, path) in zip(names, pairs, strict=True)}

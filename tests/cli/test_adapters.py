@@ -80,6 +80,7 @@ def test_chats_and_vectors(inferlib, adapters, tmp_path):
         (("--adapters", "a"), "--adapters must be NAME=DIR,NAME=DIR, got 'a'"),
         (("--adapters", "a=,b=x"), "--adapters must be NAME=DIR"),
         (("--adapters", "a=x,a=y"), "--adapters has a name twice: a, a"),
+        (("--adapters", "a=x", "--adapters", "b=x", "--adapter", "c"), "none of --adapters, which are a, b"),
         (("--adapter", "a"), "--adapter 'a' is none of --adapters, which are not given"),
         (("--adapters", "a=x", "--adapter", "b"), "--adapter 'b' is none of --adapters, which are a"),
         (("--adapters", "a=nowhere"), "nowhere has no adapter_config.json: an adapter is a directory that PEFT wrote"),

@@ -54,6 +54,15 @@ def test_a_shell_completes_commands_and_options():
         assert done.stdout.split() == expected
 
 
+def test_python_runs_the_commands():
+    """And its help and errors name a command that works there."""
+    command = [sys.executable, "-P", "-m", "inferlib"]
+    assert b"v6e" in subprocess.run([*command, "targets"], capture_output=True, check=True).stdout
+    wrong = subprocess.run([*command, "target"], capture_output=True)
+    assert wrong.returncode == 2
+    assert b"python -m inferlib" in wrong.stderr
+
+
 def test_targets_are_listed_without_jax():
     code = "import sys; from inferlib.cli import app; app(['targets', 'v5e-8'], standalone_mode=False)"
     shown = subprocess.run([sys.executable, "-c", code + "; sys.exit('jax' in sys.modules)"], capture_output=True)
