@@ -50,4 +50,5 @@ def test_what_stays_whole():
         assert choose(w, 4, w.dtype, backend=backend, partials=partials).name == name
     assert choose(w, 17, w.dtype, backend=None, partials=True).reason == "17 rows"
     assert unsupported(4, jnp.float32, w.astype(jnp.float32)) == "products of float32 with float32"
-    assert unsupported(4, jnp.float16, w) == "products of float16 with bfloat16"
+    assert unsupported(4, jnp.float16, w.astype(jnp.float16)) == "products of float16 with float16"
+    assert unsupported(4, w.dtype, w.astype(jnp.float32)) == "products of bfloat16 with float32"
