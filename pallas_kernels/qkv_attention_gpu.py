@@ -22,8 +22,8 @@ from inferlib.pallas_kernels import decode_attention_gpu as over_cache
 from inferlib.pallas_kernels.partial_sums_gpu import load_squares, norm_factor, summed
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
-MOST_SHARES = 16  # partial sums that each program of attention adds up for itself,
-SHARES_OF_MANY = 4  # and as many if the programs do not all work at once
+MOST_SHARES = 16  # most partial sums that each program of attention adds up for itself
+SHARES_OF_MANY = 4  # the same, where not all programs work at once
 
 
 def qkv_attention(

@@ -97,9 +97,12 @@ def matmul(
     if multiply := _PRODUCTS.get(type(w)):
         return multiply(x, w, product)
     w = cast(jax.Array, w)
-    if isinstance(x, DeferredNorm) and split_dot.unsupported(x.shape[0], x.dtype, w) is None:
-        return by_platform(x, w, cuda=partial(_by_splits, product=product), default=partial(_whole, product=product))
-    return product.activated(_dense(as_array(x), w, product, transposed))
+    whole = lambda x, w: product.activated(_dense(as_array(x), w, product, transposed))  # noqa: E731
+    if not isinstance(x, DeferredNorm) or transposed:
+        return whole(x, w)
+    if choose(w, x.shape[0], x.dtype, contract=contract, backend=backend, partials=True).name == "xla":
+        return whole(x, w)
+    return by_platform(x, w, cuda=partial(_by_splits, product=product), default=whole)
 
 
 def matmul_partials(x: jax.Array, w: Weight, *, contract: int = 1) -> PartialSums:
@@ -315,10 +318,6 @@ def _by_splits(x: DeferredNorm, w: jax.Array, product: Product, interpret: bool 
     epilogue = Epilogue(product.activation, x.squares, x.eps, dtype=product.out_dtype)
     y = finished(y, epilogue, x.shape[1], interpret=interpret)
     return y.reshape(x.shape[0], *outer[product.activation is not None :])
-
-
-def _whole(x: DeferredNorm, w: jax.Array, product: Product) -> jax.Array:
-    return product.activated(_dense(x.array(), w, product, transposed=False))
 
 
 def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> jax.Array:

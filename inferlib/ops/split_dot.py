@@ -10,7 +10,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from inferlib.ops.precision import precision_of
 
@@ -30,8 +29,8 @@ def unsupported(rows: int, dtype: jax.typing.DTypeLike, w: jax.Array) -> str | N
 
 def splits(inputs: int, outputs: int) -> int:
     """Parts of the inputs that are summed apart, so that the tiles of all fill the GPU."""
-    count = 1
-    while count * pl.cdiv(outputs, _OUTPUTS) < _TILES and inputs % (2 * count) == 0 and inputs >= 2 * count * _LEAST:
+    count, tiles = 1, -(-outputs // _OUTPUTS)
+    while count * tiles < _TILES and inputs % (2 * count) == 0 and inputs >= 2 * count * _LEAST:
         count *= 2
     return count
 

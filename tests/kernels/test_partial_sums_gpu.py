@@ -132,6 +132,7 @@ def test_xlas_products_of_a_norm_without_its_factor(rows, activation):
         assert (got.shape, got.dtype) == (exact.shape, jnp.bfloat16)
         assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
     assert "triton" in lowered_for_cuda(partial(matmul, activation=activation), y, w)
+    assert "triton" not in lowered_for_cuda(partial(matmul, activation=activation, backend="xla"), y, w)
 
 
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
