@@ -118,10 +118,10 @@ def distinct_keys(cells: Cells) -> jax.Array:
     """Keys stay that are least similar, by their cosine, to the mean of all keys' directions (Park et al. 2025,
     "KeyDiff", https://arxiv.org/abs/2504.15364)."""
     keys, valid = cells.keys, cells.valid
-    unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _LEAST)
-    mean = jnp.sum(jnp.where(valid[:, None], unit, 0), axis=-2, keepdims=True) / jnp.maximum(jnp.sum(valid), 1)
+    factors = 1 / jnp.maximum(jnp.linalg.norm(keys, axis=-1), _LEAST)  # multiplied last: directions are as large as keys
+    mean = jnp.sum(keys * jnp.where(valid, factors, 0)[..., None], axis=-2) / jnp.maximum(jnp.sum(valid), 1)
     mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
-    return rounded_scores(-jnp.sum(unit * mean, axis=-1))
+    return rounded_scores(-jnp.sum(keys * mean[..., None, :], axis=-1) * factors)
 
 
 def pooled(scores: jax.Array, width: int) -> jax.Array:
@@ -259,11 +259,32 @@ def retained_positions(
     weights: jax.Array | None = None,
     over_heads: Callable[[jax.Array], jax.Array] = mean_of_heads,
 ) -> jax.Array:
-    """The positions [..., C] that stay of `count`, ascending, C being the budget; count is C or more.
+    """The positions [..., C] that stay of `count`, ascending, C being the budget; see `position_scores` and
+    `best_positions`."""
+    return best_positions(position_scores(keys, count, policy, mass, weights, over_heads), policy.budget)
 
-    keys [..., P, h]: of P positions, of which the first `count` are there, and others may be anything. mass [..., P]:
-    the attention that these got; weights [..., W, G, P]: what they get from the newest queries; both if the policy
-    needs it, and over_heads, see `Cells`. Of equal scores the older position stays.
+
+def best_positions(scores: jax.Array, budget: int) -> jax.Array:
+    """The positions [..., C] of the C highest scores [..., P], ascending, C being the budget. Of equal scores the older
+    position stays."""
+    _, retained = lax.top_k(scores, budget)
+    return jnp.sort(retained, axis=-1)
+
+
+def position_scores(
+    keys: jax.Array,
+    count: jax.Array,
+    policy: CachePolicy,
+    mass: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    over_heads: Callable[[jax.Array], jax.Array] = mean_of_heads,
+) -> jax.Array:
+    """Scores [..., P] of positions: the higher ones stay. Those that stay in any case have infinity, and those that are
+    not there less than all others.
+
+    keys [..., P, h]: of P positions, of which the first `count` are there, the budget or more, and others may be
+    anything. mass [..., P]: the attention that these got; weights [..., W, G, P]: what they get from the newest
+    queries; both if the policy needs it, and over_heads, see `Cells`.
     """
     at = jnp.arange(keys.shape[-2], dtype=jnp.int32)
     valid, newest = at < count, at >= count - policy.interval
@@ -271,6 +292,4 @@ def retained_positions(
     mass = None if mass is None else jnp.where(valid, mass, 0)
     weights = None if weights is None else jnp.where(newest, 0, weights)
     scores = METHODS[policy.method].score(Cells(keys, valid, mass, weights, over_heads))
-    scores = jnp.where((at < SINKS) | newest, jnp.inf, scores)
-    _, retained = lax.top_k(jnp.where(valid, scores, -jnp.inf), policy.budget)
-    return jnp.sort(retained, axis=-1)
+    return jnp.where(valid, jnp.where((at < SINKS) | newest, jnp.inf, scores), -jnp.inf)

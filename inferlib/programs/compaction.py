@@ -18,11 +18,12 @@ from typing import NamedTuple
 import einops
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from inferlib.attention_values import AttentionOptions
 from inferlib.models.config import AttentionSpec
-from inferlib.ops.cache_policy import CachePolicy, retained_positions
+from inferlib.ops.cache_policy import CachePolicy, best_positions, position_scores
 from inferlib.ops.recent_queries import recent_weights
 from inferlib.programs.row_changes import Arrays, Names
 from inferlib.programs.row_state import RowState, axes_of, map_state
@@ -129,13 +130,18 @@ class _Rows(NamedTuple):
         if state.ahead is not None:
             counts = counts + jnp.pad(state.ahead[row], ((0, 0), (1, 0)))
         least, budgets = policy.budgets[0], jnp.array(policy.budgets, jnp.int32)
-        rest, new = zip(cache, self.names, strict=True), []
+        rest, blocks, scores = zip(cache, self.names, strict=True), [], []
         for number, keys in enumerate(self.how.keys):
             of_level, there = self.how.pages_of(pages, keys.level), counts[:, keys.level]
-            block = [_Paged.of(*next(rest), of_level) for _ in range(keys.arrays + policy.counts_mass)]
-            retained = self.retained(number, block, (row, there, count - 1 + state.dropped[row]))
-            over = due & (there > policy.budgets[keys.level])
-            new += [array.with_retained(retained, over) for array in block]
+            blocks.append([_Paged.of(*next(rest), of_level) for _ in range(keys.arrays + policy.counts_mass)])
+            scores.append(self.scores(number, blocks[-1], (row, there, count - 1 + state.dropped[row])))
+        new: list[jax.Array] = []
+        for keys, block, retained in zip(self.how.keys, blocks, self.retained(scores), strict=True):
+            over = due & (counts[:, keys.level] > policy.budgets[keys.level])
+            for array in block:
+                if new:  # one array after the other: the cells that all of them keep would take gigabytes
+                    new[-1], retained = lax.optimization_barrier((new[-1], retained))
+                new.append(array.with_retained(retained, over))
         if state.ahead is not None:
             ahead = jnp.minimum(counts, budgets)[:, 1:] - least
             state = state._replace(ahead=state.ahead.at[at].set(ahead, mode="drop"))
@@ -146,16 +152,32 @@ class _Rows(NamedTuple):
         )
         return tuple(new), state
 
-    def retained(self, number: int, block: list[_Paged], place: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """The positions [G, L, K, C] that stay of a block's cells. place: each row, how many cells it has, and the
-        position of the newest one, all [G]."""
+    def retained(self, scores: list[jax.Array]) -> list[jax.Array]:
+        """The positions [G, L, K, C] that stay of each block's cells, by their scores [G, L, K, P]. A GPU takes as long
+        to sort those of one layer as those of several, so all of a level are sorted at once."""
+        of_block: dict[int, jax.Array] = {}
+        for level, budget in enumerate(self.how.policy.budgets):
+            numbers = [number for number, keys in enumerate(self.how.keys) if keys.level == level]
+            shapes = [scores[number].shape[:3] for number in numbers]
+            if not numbers:
+                continue
+            flat = [einops.rearrange(scores[number], "g l k p -> (g l k) p") for number in numbers]
+            best = best_positions(jnp.concatenate(flat), budget)
+            parts = jnp.split(best, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+            parts = [part.reshape(*shape, budget) for part, shape in zip(parts, shapes, strict=True)]
+            of_block |= dict(zip(numbers, parts, strict=True))
+        return [of_block[number] for number in range(len(scores))]
+
+    def scores(self, number: int, block: list[_Paged], place: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        """The scores [G, L, K, P] of a block's cells, see `position_scores`. place: each row, how many cells it has,
+        and the position of the newest one, all [G]."""
         of = self.how.keys[number]
         policy = self.how.policy.of_level(of.level)
         mass = block[-1].cells[..., 0] if policy.counts_mass else None
 
         def of_row(keys: jax.Array, mass: jax.Array | None, row: jax.Array, count: jax.Array, position: jax.Array):
             if not policy.queries:
-                return retained_positions(keys, count, policy, mass)
+                return position_scores(keys, count, policy, mass)
             queries = self.queries[number]
             recent = jnp.take(queries, row, axis=queries.ndim - 4).reshape(-1, *queries.shape[-3:])
             there = jnp.arange(keys.shape[2]) < count
@@ -163,7 +185,7 @@ class _Rows(NamedTuple):
             def of_layer(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
                 keys = jnp.where(there[:, None], layer[0], 0)
                 weights = recent_weights(layer[1], keys, count, position, of.options)
-                return retained_positions(keys, count, policy, weights=weights, over_heads=self.over_heads)
+                return position_scores(keys, count, policy, weights=weights, over_heads=self.over_heads)
 
             return lax.map(of_layer, (keys, recent))  # one after the other, as weights are large
 
@@ -172,12 +194,11 @@ class _Rows(NamedTuple):
 
 class _Paged(NamedTuple):
     """Some rows' part of an array of pages. flat [L * N, K, S, h]: the array, or one of one layer, with h 1 if it has
-    none. places [G, L, M]: of the rows' pages in it. cells [G, L, K, M * S, h]."""
+    none. places [G, L, M]: of the rows' pages in it."""
 
     array: jax.Array
     flat: jax.Array
     places: jax.Array
-    cells: jax.Array
 
     @staticmethod
     def of(array: jax.Array, names: tuple[str | None, ...], pages: jax.Array) -> _Paged:
@@ -186,18 +207,29 @@ class _Paged(NamedTuple):
         total, each = math.prod(array.shape[: dim + 1]), array.shape[dim]
         flat = array.reshape(total, *array.shape[dim + 1 : dim + 3], -1 if array.ndim > dim + 3 else 1)
         layers = jnp.arange(0, total, each, dtype=jnp.int32)[:, None]
-        places = layers + jnp.clip(pages, 0, each - 1)[:, None]
-        there = flat.at[places].get(mode="promise_in_bounds")  # to check it takes a GPU three times as long
-        cells = einops.rearrange(there, "g l m k s h -> g l k (m s) h")
-        return _Paged(array, flat, places, cells)
+        return _Paged(array, flat, layers + jnp.clip(pages, 0, each - 1)[:, None])
+
+    @property
+    def cells(self) -> jax.Array:
+        """[G, L, K, M * S, h]: all cells of the rows' pages."""
+        there = self.flat.at[self.places].get(mode="promise_in_bounds")  # to check it takes a GPU three times as long
+        return einops.rearrange(there, "g l m k s h -> g l k (m s) h")
+
+    def cells_at(self, positions: jax.Array) -> jax.Array:
+        """[G, L, K, C, h]: the cells at these positions [G, L, K, C], read where they lie."""
+        _, heads, slots, size = self.flat.shape
+        pages = jnp.take_along_axis(self.places[:, :, None], positions // slots, axis=-1, mode="promise_in_bounds")
+        at = (pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]) * slots + positions % slots
+        return self.flat.reshape(-1, size).at[at].get(mode="promise_in_bounds")
 
     def with_retained(self, retained: jax.Array, due: jax.Array) -> jax.Array:
         """The array with the cells at the positions `retained` [G, L, K, C] as the first ones of rows that are due
         [G]."""
         slots, budget = self.flat.shape[-2], retained.shape[-1]
         count = -(-budget // slots)  # pages that are written, as a whole
-        first = jnp.take_along_axis(self.cells, retained[..., None], axis=3, mode="promise_in_bounds")
-        cells = jnp.concatenate([first, self.cells[..., budget : count * slots, :]], axis=3)
+        rest = jnp.arange(budget, count * slots, dtype=retained.dtype)
+        rest = jnp.broadcast_to(rest, (*retained.shape[:-1], rest.size))
+        cells = self.cells_at(jnp.concatenate([retained, rest], axis=-1))
         cells = einops.rearrange(cells, "g l k (m s) h -> g l m k s h", s=slots)
         nowhere = self.flat.shape[0] + jnp.arange(self.places[..., :count].size, dtype=jnp.int32)
         written = jnp.where(due[:, None, None], self.places[..., :count], nowhere.reshape(*self.places.shape[:2], -1))
