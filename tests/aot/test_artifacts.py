@@ -79,7 +79,7 @@ def deployment_of(model: Path, **changes) -> Deployment:
     return replace(made, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_layers_with_budgets_of_their_own(tmp_path):
     """The programs of a model whose layers keep 16 and 48 positions."""
     model, folder, policy = make_model(tmp_path / "model", layers=2), tmp_path / "artifacts", "pyramidkv:32:4"
@@ -125,7 +125,7 @@ print(tokens, compilations(), llm.stats.program_misses, llm.stats.compilations)
     assert done.stdout.split("\n")[0] == f"{[o.outputs[0].token_ids for o in outputs]} 0 0 0"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_another_process_has_tiers_of_states(checkpoint, tmp_path):
     """Linear attention calls a library whose functions JAX looks up when it compiles a triangular solve."""
     model, folder = checkpoint("qwen3_5_text"), tmp_path / "artifacts"
@@ -206,7 +206,7 @@ def test_settings_that_differ_are_named(model, folder, settings, message):
         LLM(model, artifacts=folder, progress=False, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_quantised_programs_with_a_cache_of_four_bits(model, tmp_path):
     folder = tmp_path / "int8"
     result = compile_into(folder, model, "--quantization", "int8", "--kv-cache-dtype", "int4", "--modes", "greedy")
@@ -230,7 +230,7 @@ def test_quantised_programs_with_a_cache_of_four_bits(model, tmp_path):
             LLM(model, artifacts=folder, progress=False, **{option: other})
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_programs_with_a_draft_model(model, tmp_path):
     folder, other = tmp_path / "compiled", Path(shutil.copytree(model, tmp_path / "draft"))
     drafts = f"draft:{other}:2"

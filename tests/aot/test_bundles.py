@@ -215,7 +215,7 @@ def measured(generation: int, kernel: str, cases: Iterable[str]) -> dict[str, di
     return {case: benchmark.measured(_compiler[0], kernel, case) for case in cases}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @needs_compiler
 def test_the_benchmark_as_a_command(monkeypatch, capsys):
     words = ["--json", "--targets", "v6e-1", "--kernels", "chunk_write", "--cases", "512 tokens"]
@@ -230,7 +230,7 @@ def test_the_benchmark_as_a_command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("generation", "kernel"),
     [
-        pytest.param(at, kernel, id=f"{kernel}-{name}")
+        pytest.param(at, kernel, id=f"{kernel}-{name}", marks=[pytest.mark.release] if at else [])
         for at, name in enumerate(GENERATIONS)  # so that tests of one share its compiler
         for kernel, bounds in (MOST | MOST_CYCLES).items()
         if any(of_case[at] for of_case in bounds.values())

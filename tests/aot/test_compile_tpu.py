@@ -58,7 +58,7 @@ CHUNKS = TINY | {
 }
 SLICES = [
     ("v5e-8", "tp=8"),
-    pytest.param("v5e-8", "tp=4,dp=2,rules=tp_sp", marks=pytest.mark.slow),
+    pytest.param("v5e-8", "tp=4,dp=2,rules=tp_sp", marks=pytest.mark.release),
     pytest.param("v6e-8", "ep=4,tp=2", marks=pytest.mark.slow),
 ]
 
@@ -181,7 +181,7 @@ def test_weights_are_fetched_while_collectives_run():
     assert sum(size >= smallest for size in ahead) >= len(ahead) - 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_no_program_copies_a_quantised_cache():
     """Its scales least of all, which chunks and decode rows write in different ways."""
     made = replace(tiny("v5e-8", "tp=8"), kv_cache_dtype="int8")
@@ -196,7 +196,7 @@ def test_no_program_copies_a_quantised_cache():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hf",
-    [LATENTS, STATE_SPACES, CHUNKS],
+    [LATENTS, *(pytest.param(hf, marks=pytest.mark.release) for hf in (STATE_SPACES, CHUNKS))],
     ids=["latents", "state spaces", "chunks"],
 )
 def test_no_program_copies_a_cache_of_another_kind(hf):
@@ -212,7 +212,7 @@ def test_no_program_copies_a_cache_of_another_kind(hf):
         assert prefill == [{"mla_prefill_attention": LATENTS["num_hidden_layers"]}] * len(prefill)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
     keys = made.keys()
@@ -223,7 +223,7 @@ def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     assert all(outcome.facts["weight_copies"] == [] for outcome in outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_lists_of_blocks_are_made_by_the_kernel():
     """And taken by that of prefill attention, in pages as they lie."""
     made = replace(tiny("v5e-8", "tp=8"), buckets=Buckets((512,), (8,), (2048,)), sparse_prefill="xattention:0.9")
@@ -265,7 +265,7 @@ finally:
     assert "--target v6e-1 --parallel tp=1 would do" in report["advice"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_kernels_take_what_v4_has_of_on_chip_memory_and_leave_floats_of_8_bits_to_xla():
     wide = {"hidden_size": 2048, "moe_intermediate_size": 5632, "num_hidden_layers": 1}
     sizes = Buckets((512,), (8,), (512,)), Parallelism.parse("tp=4"), ("greedy",)
@@ -295,7 +295,7 @@ def test_few_rows_are_reduced_whole():
 # ---- whole models
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("name", "target", "parallel", "batch", "most"),
     [
@@ -339,7 +339,7 @@ def test_quantised_weights_are_read_packed(quantization):
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 6
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_core_of_a_loop_is_read_once():
     """A core of 12.6 million weights, which a decode step runs 12 times. No trip reads it, and the copy before the
     loop all of it."""
@@ -377,12 +377,12 @@ MOST_MOVED = {"llama3-8b-v5e-8": 1.01}
 LAYERS = {"gemma3-27b-v6e-4": 6, "llama3-70b-int8-v5e-16": 2}
 # One of each kind of model, and of each dtype of weights but MXFP4, whose kernels `test_bundles` compiles. What all of
 # them need is in `test_planner`.
-PLANS = ("llama3-8b-v5e-8", "llama3-70b-int8-v5e-16", "gemma3-27b-v6e-4")
-PLANS += ("deepseek-v3-fp8-v6e-64", "qwen3-30b-a3b-v6e-4")
+PLANS = ["llama3-8b-v5e-8", "qwen3-30b-a3b-v6e-4"]
+FURTHER = ("llama3-70b-int8-v5e-16", "gemma3-27b-v6e-4", "deepseek-v3-fp8-v6e-64")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.release) for name in FURTHER)])
 def test_plans_compile(name):
     """What a program takes beside all the weights and the cache fits, too."""
     plan = load_plan(name)
@@ -400,7 +400,9 @@ def test_plans_compile(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "kernels"), [("v5e:2x4", 4), ("v5p:2x2x2", 0)])
+@pytest.mark.parametrize(
+    ("target", "kernels"), [("v5e:2x4", 4), pytest.param("v5p:2x2x2", 0, marks=pytest.mark.release)]
+)
 def test_products_take_place_with_their_collective_as_explain_promises(target, kernels):
     """The kernels read weights where they lie. v5p has two cores a device, and XLA's products are faster."""
     hf = TINY | {"hidden_size": 1024, "intermediate_size": 2048}

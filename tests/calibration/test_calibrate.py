@@ -126,7 +126,7 @@ def test_other_schemes_lose_no_more_than_nearest(model, tmp_path):
     assert np.mean((ours - original) ** 2) < np.mean((theirs - original) ** 2)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_weights_that_tpus_read_packed_compute_the_same(model, tmp_path):
     """But for bfloat16, by stacked layers and the interpreted kernel."""
     options = dict(hidden_size=384, head_dim=64, **WIDE)

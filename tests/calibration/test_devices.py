@@ -22,7 +22,7 @@ WINDOWS = np.random.default_rng(0).integers(4, 120, (8, 24)).astype(np.int32)
     [
         ("qwen2_moe", {"num_hidden_layers": 1}),
         # Inputs of layers, and caches that others read.
-        pytest.param("gemma3n_text", TINY["gemma3n_text"], marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", TINY["gemma3n_text"], marks=pytest.mark.release),
     ],
 )
 def test_sums_and_residuals_are_those_of_one_device(family, options, tmp_path):

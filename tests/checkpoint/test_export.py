@@ -65,9 +65,9 @@ CASES = [
     ("int4", "awq+nearest", "llama", {"attention_bias": True, "mlp_bias": True}),
     ("int8", "nearest", "phi3", {"pad_token_id": 0}),
     ("int4", "nearest", "qwen3_moe", {"moe_intermediate_size": 32}),
-    pytest.param("fp8", "nearest", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-    pytest.param("int4_g32", "hadamard:merged+gptq", "qwen3", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-    pytest.param("int8", "nearest", "mixtral", {}, marks=pytest.mark.slow),
+    pytest.param("fp8", "nearest", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.release),
+    pytest.param("int4_g32", "hadamard:merged+gptq", "qwen3", {"tie_word_embeddings": True}, marks=pytest.mark.release),
+    pytest.param("int8", "nearest", "mixtral", {}, marks=pytest.mark.release),
 ]
 
 

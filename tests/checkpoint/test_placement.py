@@ -74,7 +74,7 @@ def test_load_is_what_transformers_routes(folder, expected):
     ("placement", "parallel", "scan"),
     [
         (PERMUTED, None, True),
-        pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.slow),
+        pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.release),
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
     ],
 )
@@ -179,7 +179,7 @@ def _config_of(layers: int, experts: int) -> ModelConfig:
     return config_from_hf(hf)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
     """A load that is counted, a placement that is made of it, and programs compiled for its slots."""
     files = {name: str(tmp_path / name) for name in ("load.json", "placement.json", "programs")}

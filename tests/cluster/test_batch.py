@@ -53,7 +53,7 @@ def test_rows_and_what_is_wrong_with_them(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "replicas"), [("jsonl", 2), ("parquet", 1)])
+@pytest.mark.parametrize(("kind", "replicas"), [("jsonl", 2), pytest.param("parquet", 1, marks=pytest.mark.release)])
 def test_files(cluster, model, tmp_path, kind, replicas):
     rows = [{"prompt": f"prompt {i}", "n": i} for i in range(6)]
     source = tmp_path / f"prompts.{kind}"

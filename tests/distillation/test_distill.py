@@ -96,7 +96,7 @@ def test_a_finished_run_is_measured_again(model, texts, whole):
     assert losses(whole) == before
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_devices_learn_as_one(model, texts, whole, tmp_path):
     distill_eagle3(str(model), texts, tmp_path / "head", DistillSettings(**{**SMALL, "devices": 2}))
     np.testing.assert_allclose(losses(tmp_path / "head"), losses(whole), rtol=2e-5)

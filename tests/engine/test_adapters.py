@@ -153,7 +153,7 @@ def test_each_row_has_its_adapter(llm, expected):
     ("family", "options"),
     [
         ("llama rslora", {"scan": True}),
-        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, marks=pytest.mark.release),
         pytest.param("minicpm3", {"scan": True}, marks=pytest.mark.slow),
     ],
 )
@@ -180,7 +180,7 @@ def test_room_for_some_parts(written, without_adapters, tmp_path):
     [
         "tp=4",  # key/value heads are copied
         pytest.param("tp=2,dp=2,rules=dp_attention", marks=pytest.mark.slow),
-        pytest.param("cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),  # factors in parts of both sides
+        pytest.param("cp=2,tp=2,rules=tp2d", marks=pytest.mark.release),  # factors in parts of both sides
     ],
 )
 def test_on_a_mesh(parallel, written, expected):
@@ -210,7 +210,7 @@ def test_adapters_take_no_collectives(parallel, llm):
         assert with_adapters == without
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_devices_prefill(written, expected):
     """They have slots of their own, and nothing compiles. A name that another adapter got since is that one's."""
     path, adapters = written("llama")
@@ -367,7 +367,7 @@ def failing(llm: LLM) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "draft"])
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("draft", marks=pytest.mark.release)])
 def test_with_speculation(method, written, expected, tmp_path):
     """By a head or a model without adapters, whose weights are behind their factors."""
     path, adapters = written("llama")

@@ -57,7 +57,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"dtype": "bfloat16", "cache_policy": f"streaming:{BUDGET}:{INTERVAL}"},  # learned positions
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},  # below
 }
-SLOW = ("llama pyramidkv", "llama mesh", "llama mesh pyramidkv", "gemma3n_text pyramidkv", "gpt2")
+SLOW = dict.fromkeys(("llama pyramidkv", "llama mesh"), pytest.mark.slow)
+SLOW |= dict.fromkeys(("llama mesh pyramidkv", "gemma3n_text pyramidkv", "gpt2"), pytest.mark.release)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def assert_as_alone(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in KINDS if kind != "llama tova"],
+    [pytest.param(kind, marks=SLOW.get(kind, ())) for kind in KINDS if kind != "llama tova"],
 )
 def test_rows_are_what_they_are_alone(kind, bounded):
     llm = bounded(kind)
@@ -379,7 +380,7 @@ def test_plans_commands_and_artifacts_know_them():
         assert not newest.snapshots
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("optimized_programs")
 def test_keys_tell_more_than_their_age():
     """Real weights: needles that are found again in less than half of the cache. Of the newest 128 positions one in

@@ -115,7 +115,7 @@ def test_a_mesh_gives_the_same_logits(path, packed):
     assert_rounded(several.logits(prompt), packed.logits(prompt), reference(path, prompt))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_artifacts_know_them(path, packed, tmp_path):
     """The model's turns are found though no option asks for them again."""
     made = compile(path, "cpu", buckets=BUCKETS, modes=["greedy"], kv_cache_dtype=PACKED, out=tmp_path / "x")

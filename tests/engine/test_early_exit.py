@@ -202,7 +202,7 @@ def assert_counted(llm: LLM, answers: list[Answer]) -> None:
     assert stats.core_tokens < stats.core_steps < stats.core_tokens * STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_depths_of_drafts_and_of_tokens_that_the_host_chooses(paths, expected):
     other = build_llm(paths["parcae"], BUCKETS, early_exit=True, speculation="ngram:3")
     assert answers_of(other, PROMPTS, PARAMS) == expected
@@ -243,7 +243,7 @@ def assert_leave_by_the_head(llm: LLM) -> list[Answer]:
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_tokens_of_replicas_leave_by_what_the_head_makes_of_them(paths):
     """One device is below, with stacked layers."""
     parallel = "tp=2,dp=2,rules=dp_attention"
@@ -303,7 +303,7 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
         assert_same()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "options",
     [
@@ -323,7 +323,7 @@ def test_other_forms(options, paths, expected):
     assert answers == [expected] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_forms_of_huginn(paths):
     """Random states never settle; by this threshold some happen to leave."""
     params = [replace(x, exit_threshold=x.exit_threshold and 0.95) for x in PARAMS]

@@ -178,7 +178,7 @@ def test_the_first_process_dies_while_decoding(start):
     assert_lost(0, 1, code, err)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_four_processes_until_one_dies(start, expected):
     """After a warm-up and a sleep, with the heads and the rows on several processes."""
     running = start(4, "tp=2,dp=2", "warm", then="endless")
@@ -194,7 +194,7 @@ def test_four_processes_until_one_dies(start, expected):
     assert 1 in [ended[i][0] for i in (0, 1, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_process_stops_while_decoding(start):
     """It neither ends nor goes on: JAX notices that its heartbeats do not come."""
     running = start(2, "tp=2", "endless", patience=10)
@@ -244,7 +244,7 @@ def test_an_error_on_another_process_ends_process_0(fault, messages, start):
 # ---- agreement, before anything reaches a device
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_model_that_one_process_cannot_see(start, tmp_path):
     (code, _, err), (other, _, other_err) = start(2, "tp=2", "greedy", {"model": str(tmp_path / "none")}).wait()
     assert (code, other) == (1, 1)
@@ -332,7 +332,7 @@ def command(model, secret) -> Iterator[Callable[..., Processes]]:
         yield begin
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_command(command, model):
     words = ["a tale", "--max-tokens", "9", "--temperature", "0"]
     one = CliRunner().invoke(app, ["generate", "--model", str(model), *words])
@@ -343,7 +343,7 @@ def test_command(command, model):
     assert (without_gloo(silent), quiet) == ("", "")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_command_with_files(command, tmp_path):
     """Only process 0 reads and writes them; a bad line is an error of that line."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -64,7 +64,7 @@ def jobs(*, samples: bool) -> list[tuple[list[int], int, Any]]:
 
 
 # Pages alone and beside rings; beside rings of integers, and latents beside states. States have a test of an LLM.
-KINDS = [KIND, "gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ministral", "kimi_linear"))]
+KINDS = [KIND, "gpt_oss", *(pytest.param(kind, marks=pytest.mark.release) for kind in ("ministral", "kimi_linear"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,7 +206,7 @@ def test_an_llm_warms_up_sleeps_and_forgets(checkpoint, alone):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {"parallel": "dp=2", "scan": True}),
+        pytest.param("llama", {"parallel": "dp=2", "scan": True}, marks=pytest.mark.release),
         ("llama", {"parallel": "tp=2,rules=dp_attention", "speculation": "ngram:3", "kv_cache_dtype": "int8"}),
         ("gpt_oss", {"parallel": "ep=2,tp=2"}),
     ],

@@ -164,7 +164,7 @@ for shape, dtype in ((keys, "bfloat16"), (latents, "bfloat16"), (scales, "float3
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
 def test_the_tpu_compiler_copies_no_more_than_pages():
     """Of stacked arrays of 67, 34 and 1 MB."""

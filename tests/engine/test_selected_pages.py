@@ -77,7 +77,7 @@ def assert_summaries(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.release) for kind in KINDS if kind != "llama")]
 )
 def test_rows_are_what_they_are_alone(kind, selecting):
     """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles."""

@@ -29,7 +29,8 @@ from tests.helpers.shared_beginnings import (
 )
 
 STATES = ("qwen3_5_text", "kimi_linear")
-KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in BESIDE]
+KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama4_text", "kimi_linear"))]
+KINDS += [pytest.param(kind, marks=pytest.mark.release) for kind in ("gemma4_text", "ministral")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

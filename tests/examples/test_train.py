@@ -83,8 +83,8 @@ PASS = jax.jit(logits_of, static_argnums=0)
     ("preset", "injection"),
     [
         ("b", "diagonal"),
-        pytest.param("b", "linear", marks=pytest.mark.slow),
-        pytest.param("c", "diagonal", marks=pytest.mark.slow),
+        pytest.param("b", "linear", marks=pytest.mark.release),
+        pytest.param("c", "diagonal", marks=pytest.mark.release),
         pytest.param("d-delayed", "diagonal", marks=pytest.mark.slow),
     ],
 )

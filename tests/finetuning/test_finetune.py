@@ -131,7 +131,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(model, quantized, texts, wh
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_without_a_teacher_the_texts_teach(quantized, texts, tmp_path):
     result = finetune(quantized, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
     assert result.after < 0.8 * result.before
@@ -176,7 +176,7 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     [
         ("model", "int4_g32", "nearest"),
         ("experts", "int8_a8", "nearest"),
-        ("experts", "int4", "hadamard+gptq+lowrank:4"),
+        pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.release),
     ],
 )
 def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):
@@ -251,7 +251,7 @@ def test_memory_keeps_nothing_of_each_choice_of_a_token(experts):
     "family",
     [
         "granitemoehybrid",
-        pytest.param("kimi_linear", marks=pytest.mark.slow),
+        pytest.param("kimi_linear", marks=pytest.mark.release),
     ],
 )
 def test_recurrent_layers_have_gradients(family, tmp_path):

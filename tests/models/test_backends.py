@@ -54,8 +54,13 @@ RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
     ("family", "changes", "options", "rows", "backend"),
     [
         ("ministral", WINDOWS | {"head_dim": 24}, TPU, 4, KERNELS),
-        ("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, 3, KERNELS),
-        ("llama", {"head_dim": 128}, DEALT, 3, Backend(decode_attention="pallas_tpu")),
+        pytest.param(
+            *("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, 3, KERNELS),
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            *("llama", {"head_dim": 128}, DEALT, 3, Backend(decode_attention="pallas_tpu")), marks=pytest.mark.release
+        ),
         ("qwen3_moe", {"num_experts": 64}, {"scan": False}, 4, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
         ("gpt_oss", {}, {}, 4, Backend(grouped_matmul="pallas_tpu", expert_mlp="pallas_tpu")),
         ("gpt_oss", {"num_hidden_layers": 1}, {"scan": False}, 4, Backend(qkv_attention="pallas_gpu")),

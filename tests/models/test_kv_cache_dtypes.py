@@ -36,7 +36,7 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
     [
         ("gemma2", {}, "int8"),
         ("ministral", {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}, "int4"),
-        pytest.param("kimi_linear", {}, "fp8", marks=pytest.mark.slow),
+        pytest.param("kimi_linear", {}, "fp8", marks=pytest.mark.release),
     ],
 )
 def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoint):

@@ -87,8 +87,8 @@ def test_decoding_equals_one_pass(alone):
     ("name", "parallel"),
     [
         ("delay 1", "tp=4"),
-        ("delay 1", "dp=2,cp=2,tp=2"),
-        ("delay 2", "tp=8"),
+        pytest.param("delay 1", "dp=2,cp=2,tp=2", marks=pytest.mark.release),
+        pytest.param("delay 2", "tp=8", marks=pytest.mark.release),
     ],
 )
 def test_meshes_give_the_same(name, parallel, paths):

@@ -242,7 +242,7 @@ def test_tpu_kernels(name, kernel):
     np.testing.assert_allclose(got[:7], expected[:7], rtol=0, atol=TOLERANCE * 5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_rounds_whose_choices_a_tpu_kernel_sorts(monkeypatch):
     """Interpreted, where CPUs take XLA's form; choices of a quarter of the tokens fit into a round."""
     layer, _ = build(SPECS["softmax"])

@@ -256,7 +256,7 @@ def test_the_kernel_lowers_to_triton(size, pages):
     assert "xla.gpu.triton" in text
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.release)])
 def test_all_blocks_are_all_there_is(backend):
     """Full attention to the bit in XLA's form; a short list leaves something out."""
     it, options = inputs("normal"), AttentionOptions(SCALE)

@@ -55,7 +55,7 @@ def plan(*words):
     return CliRunner().invoke(app, ["plan", *map(str, words)])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @needs_libtpu
 def test_the_compilers_figures_beside_the_models(model, monkeypatch):
     """Of two plans, in a table and as JSON values, from one compilation."""

@@ -144,7 +144,7 @@ def large_rings() -> CachePlan:
     return CachePlan(rows=64, max_len=4096, page=128, pages=64, blocks=blocks)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
 def test_the_tpu_compiler_copies_no_more_than_pages_and_rows():
     environ = environment(parse_target("v6e-8")) | {"PYTHONPATH": str(Path(__file__).parents[2])}

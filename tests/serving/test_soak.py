@@ -9,7 +9,7 @@ from inferlib.programs.counter import compilations
 from tests.helpers.engines import assert_accounted
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nothing_is_lost_or_wrong_or_left(tmp_path):
     llm = tiny_model(tmp_path)
     before = compilations()

@@ -29,7 +29,7 @@ MODEL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
 def test_tpu_compiled_collectives_are_those_promised():
     """The compiler lives in a process of its own: it may abort, and takes the accelerator for itself where there is

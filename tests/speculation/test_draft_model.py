@@ -86,7 +86,7 @@ def assert_nothing_is_read_of_what_drafts(llm: LLM, jobs: Sequence[Job], without
     assert llm.stats.drafts > drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_states_that_draft_in_batches_that_change(path, without, checkpoint, counts):
     """Of convolutions. Nothing compiles after the warm-up, whatever a dispatch drafts; modes are above."""
     counts(0, 1, 3)
@@ -193,7 +193,7 @@ def test_another_tokenizer_is_refused(path, tmp_path):
 # ---- further cases of each kind
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_windows(undrafted, checkpoint, counts):
     """Of a model that drafts for itself, whose layers are stacked."""
     counts(3, 0, 1)
@@ -203,7 +203,7 @@ def test_windows(undrafted, checkpoint, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 40
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_states_beside_a_grammar_and_on_a_mesh(states, undrafted, counts):
     """Forced tokens are the host's drafts, which the states get once they stand."""
     letters = dataclasses.replace(GREEDY, structured_outputs=LETTERS, ignore_eos=False)
@@ -213,7 +213,7 @@ def test_states_beside_a_grammar_and_on_a_mesh(states, undrafted, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 20
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_changing_counts_and_batches(path, without, counts):
     """Dispatches that draft nothing keep the cache complete, and rows move to smaller batches."""
     counts(3, 0, 1, 0, 0)
@@ -223,7 +223,7 @@ def test_changing_counts_and_batches(path, without, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 10
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_devices_prefill(states, undrafted, counts):
     """The cells and states of the draft model, too: all drafts stand of a model that drafts for itself."""
     counts(3, 3, 0)
@@ -238,7 +238,7 @@ def test_other_devices_prefill(states, undrafted, counts):
     assert llm.stats.accepted_drafts == llm.stats.drafts > 20
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, other, undrafted):
     kinds, jobs = {"scan": True, "kv_cache_dtype": "int8"}, JOBS[1:4]
     expected = run(undrafted(path, **kinds), jobs)
@@ -250,7 +250,7 @@ def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, other, undrafted
     assert llm.stats.host_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_replicas_heads_and_positions_on_several_devices(checkpoint):
     buckets, path = Buckets(prefill=(8,), batch=(8,), cache=(64,)), checkpoint("llama")
     expected = run(build_llm(path, buckets), SAMPLED)

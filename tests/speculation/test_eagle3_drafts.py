@@ -150,7 +150,7 @@ def test_nothing_that_is_not_valid_is_read(path, head, without):
     assert stood[0][1] > 10
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_changing_counts_and_batches(path, head, without, counts):
     """Dispatches that draft nothing leave features that are pending, and rows move to smaller batches."""
     counts(3, 0, 1, 0, 0)
@@ -162,7 +162,7 @@ def test_changing_counts_and_batches(path, head, without, counts):
     assert llm.stats.accepted_drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "more",
     [
@@ -179,7 +179,7 @@ def test_kinds_of_engines(path, head, more):
     assert llm.stats.accepted_drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_target_with_latents(checkpoint, undrafted, tmp_path):
     """With a head that chooses among all tokens, and has embeddings of its own."""
     path = checkpoint("minicpm3")

@@ -121,10 +121,13 @@ KINDS = {
     "nemotron_h": {"scan": True},
     "kimi_linear": {},
 }
+FURTHER = ("ministral", "kimi_linear")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.release] if name in FURTHER else []) for name in KINDS]
+)
 def test_kinds_of_layers(family, checkpoint, undrafted):
     """What is not valid holds NaN before each dispatch."""
     path, more, shares = checkpoint(family, **SMALLER.get(family, {})), KINDS[family], []
@@ -158,9 +161,9 @@ def without_kernels(checkpoint):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("ministral", TPU | {"parallel": "cp=2"}),
+        pytest.param("ministral", TPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
         ("llama", GPU),
-        ("minicpm3", GPU | {"parallel": "cp=2"}),
+        pytest.param("minicpm3", GPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
     ],
     ids=["tpu cp", "gpu", "gpu latents cp"],
 )
@@ -191,7 +194,7 @@ OF_ALL_KINDS = ("mamba", "attention", "mlp")
         ("nemotron_h", {"layers_block_type": OF_ALL_KINDS}, "dp=2,tp=4"),
         # Positions that are split: windows that do not divide into them, with sinks, beside experts; latents.
         ("gpt_oss", {"sliding_window": 6}, "cp=4,ep=2"),
-        ("minicpm3", {}, "cp=2,tp=2,rules=tp2d"),
+        pytest.param("minicpm3", {}, "cp=2,tp=2,rules=tp2d", marks=pytest.mark.release),
     ],
     ids=["heads and states", "positions and experts", "positions of latents"],
 )

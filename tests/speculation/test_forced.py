@@ -102,7 +102,7 @@ def test_states_take_the_forced_tokens_that_stand(states, undrafted):
     assert llm.stats.accepted_drafts > 40
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_beside_a_model_that_drafts_and_on_a_mesh(path, expected):
     """What a model has of its cache follows: drafts of the model itself all stand, behind the forced ones of others."""
     speculation = Speculation("draft", 3, path)
@@ -129,7 +129,7 @@ def test_answers_to_random_schemas(path):
     assert llm.stats.accepted_drafts > 50
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nothing_compiles_after_the_warm_up(path, without):
     expected = run(without, JOBS)
     llm = tight(path, BUCKETS, decode_steps=2, speculation="ngram:3")

@@ -94,7 +94,7 @@ def test_its_weights_are_counted(path):
     assert MTP_LAYERS * sizes[0] == sizes[1]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, undrafted):
     kinds, jobs = {"scan": True, "kv_cache_dtype": "int8"}, SAMPLED[1:3] + ALONE
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", host_cache="1MiB", **kinds)
@@ -103,7 +103,7 @@ def test_stacked_layers_and_caches_of_eight_bits_in_tiers(path, undrafted):
     assert llm.stats.accepted_drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_several_devices(path, without):
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", parallel="ep=2,cp=2,tp=2")
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_several_devices(path, without):
     assert llm.stats.accepted_drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_target_with_states(tmp_path):
     path = make_target(tmp_path, "qwen3_5_text")
     assert_published(path, build_llm(path, BUCKETS, decode_steps=3))
