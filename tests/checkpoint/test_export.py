@@ -105,6 +105,7 @@ def test_values_are_packed_as_the_package_packs_them(model, tmp_path):
         np.testing.assert_array_equal(compressed_tensors._packed(values.astype(dtype)), expected)
 
 
+@pytest.mark.slow
 def test_it_is_the_model_of_the_other_format(model, tmp_path):
     """The same values and scales, with the head written whole."""
     out = exported(checkpoint(model, tmp_path / "model"), tmp_path / "out", "int4", "nearest")

@@ -216,6 +216,7 @@ def test_attention_is_counted_as_it_is_computed(bounded):
         engine.cancel(s)
 
 
+@pytest.mark.slow
 def test_what_is_not_compacted_is_what_it_would_be(checkpoint, bounded, llama):
     """Tokens are those of a cache that keeps all until a row is compacted; log-probabilities too, bit by bit, if none
     ever is."""

@@ -65,6 +65,7 @@ def test_rows_equal_models_of_fewer_steps(path, llm, expected):
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3
 
 
+@pytest.mark.slow
 def test_rows_that_are_preempted(llm, expected):
     """With few pages, and NaN in whatever is not valid."""
     with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:

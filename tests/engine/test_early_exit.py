@@ -106,6 +106,7 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
     assert stats.core_passes < stats.core_runs < stats.core_passes * STEPS
 
 
+@pytest.mark.slow
 def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
     other = build_llm(paths["parcae"], BUCKETS, decode_steps=1)
     assert other.engine.state.threshold is None
@@ -113,6 +114,7 @@ def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
         assert answers_of(other, [PROMPTS[i]], PARAMS[i]) == [Answer(expected[i].tokens, None)]
 
 
+@pytest.mark.slow
 def test_rows_that_are_preempted(llm, expected):
     """With few pages, and NaN in whatever is not valid."""
     with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:

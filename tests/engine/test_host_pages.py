@@ -93,6 +93,7 @@ def test_rows_whose_pages_are_all_here_are_those_of_the_selection(build):
     assert not llm.stats.sent_pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("llama int8", "gpt_oss"))
 def test_pages_that_are_asked_for_a_step_ahead_are_as_if_they_had_never_left(kind, build, monkeypatch):
     """With steps that know what the next one wants, every page is there when it is read, with the cells that it had."""

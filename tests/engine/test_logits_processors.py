@@ -177,6 +177,7 @@ def test_several_processes_refuse_them(llm, monkeypatch):
         llm.prepare([5], with_processors(same))
 
 
+@pytest.mark.slow
 def test_their_programs_are_compiled_at_first_use_or_when_asked_for(path):
     """Those of grammars are the same."""
     llm = build_llm(path, Buckets((8,), (2,), (64,)), decode_steps=1)

@@ -132,6 +132,7 @@ def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, kind, jobs, 
         assert engine.source.host.nbytes == sum(x.nbytes for page in engine.source.host._pages.values() for x in page)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup(tight, tmp_path):
     """Nor what saves snapshots and restores them. Of rings neither: see `test_sparse_prefill.py`."""
     llm = tight("qwen3_5_text")

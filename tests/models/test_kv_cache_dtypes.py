@@ -35,7 +35,10 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
     ("family", "sizes", "dtype"),
     [
         ("gemma2", {}, "int8"),
-        ("ministral", {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}, "int4"),
+        pytest.param(
+            *("ministral", {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}, "int4"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("kimi_linear", {}, "fp8", marks=pytest.mark.release),
     ],
 )

@@ -118,6 +118,7 @@ def test_prefill_buckets_are_dealt_out():
         EngineConfig(2, 50, Buckets((72,), (2,), (50,)), shards=shards)
 
 
+@pytest.mark.slow
 def test_llm_takes_parallel(shape_of, expected):
     want = expected("greedy", "smollm2")
     buckets = Buckets(prefill=(CHUNK,), batch=(ROWS,), cache=(MAX_LEN,))
