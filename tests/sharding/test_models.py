@@ -23,13 +23,13 @@ from tests.sharding.conftest import (
     run,
 )
 
-# Each preset, once with a ring; the rest takes minutes. Further mixers are below, states also in `test_quantized`.
+# Presets, once with a ring; the rest takes minutes. Further mixers are below, states also in `test_quantized`.
 QUICK = [
     ("llama", "tp=4,rules=tp_sp"),
     ("gemma3, window 5", "cp=2,tp=2,rules=helix"),  # which does not divide
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
 ]
-# Presets with latents and experts (deepseek), and with states; a cache that layers share. Which device has which tokens
+# The other presets, those with latents and experts (deepseek), and with states; a cache that layers share. Which device has which tokens
 # (tp_sp) is no mixer's matter, nor are experts.
 SLOW = [
     *(("gemma3", "cp=2,tp=2,rules=tp2d"), ("deepseek", "cp=4,tp=2,rules=helix")),
