@@ -8,9 +8,11 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Of 8 CPUs as Ray counts them, so that replicas find room on a small machine."""
+    """Of 8 CPUs as Ray counts them, so that replicas find room on a small machine.
+
+    Its dozen processes take a tenth of a core, so it ends with each file."""
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()

@@ -29,8 +29,8 @@ QUICK = [
     ("gemma3, window 5", "cp=2,tp=2,rules=helix"),  # which does not divide
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
 ]
-# The other presets, those with latents and experts (deepseek), and with states; a cache that layers share. Which device has which tokens
-# (tp_sp) is no mixer's matter, nor are experts.
+# The other presets, those with latents and experts (deepseek), and with states; a cache that layers share. Which device
+# has which tokens (tp_sp) is no mixer's matter, nor are experts.
 SLOW = [
     *(("gemma3", "cp=2,tp=2,rules=tp2d"), ("deepseek", "cp=4,tp=2,rules=helix")),
     *(("qwen3_5", "tp=4,dp=2"), ("olmo_hybrid", "tp=4,rules=tp_sp"), ("lfm2", "tp=4,dp=2")),
