@@ -39,8 +39,8 @@ ONE = {"decode_steps": 1, "in_flight": 1}  # step after step
 MOVING = {"buckets": Buckets((16,), (1, 4), (96,), tile=8), "decode_steps": 1}  # rows go to smaller batches
 
 
-def kinds(*slow: str) -> list[Any]:
-    return ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in slow)]
+def kinds(*further: str) -> list[Any]:
+    return ["llama", *(pytest.param(kind, marks=pytest.mark.release) for kind in further)]
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_converted_models_have_them(path, tmp_path):
     assert not ModelFiles.open(files.path).config.layer_preferences
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_artifacts_have_them(path, tmp_path):
     buckets = Buckets((16,), (2,), (96,), tile=8)
     made = compile(path, "cpu", buckets=buckets, modes=("greedy",), cache_policy="cake:64:4", out=tmp_path / "out")

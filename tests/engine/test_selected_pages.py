@@ -195,7 +195,7 @@ def test_plans_commands_and_artifacts_know_them():
     assert plan.blocks[0].names == ("k", "v", "summaries")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("optimized_programs")
 def test_needles_are_found_in_a_third_of_the_cache():
     """Real weights: one in three is in the newest blocks, which have the question's cells."""

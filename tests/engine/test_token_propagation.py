@@ -180,7 +180,7 @@ def test_prompts_are_not_scored(fastkv):
             call()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_smollm2_finds_what_is_hidden():
     """With 32 % of the tokens in the last third of the layers, selected by the question."""
     llm = long_contexts.build("smollm2", 448, None, dtype="float32", sparse_prefill="fastkv:20:0.3:512")

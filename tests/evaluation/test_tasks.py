@@ -95,7 +95,7 @@ def test_numbers_below_their_least_are_errors(model):
         evaluate_tasks(model, ("copying",), context=5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_small_model_finds_what_a_context_says():
     (score,) = evaluate_tasks("smollm2", ("needles",), count=3, context=160, progress=False, scan=True).scores
     assert score.right.value > 0.6

@@ -217,7 +217,7 @@ def test_attention_of_whole_rows_is_that_over_a_cache(model):
 # ---- experts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_experts_and_their_router_learn(quantized_experts, texts, tmp_path):
     result = finetune(quantized_experts, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
     assert result.after < 0.8 * result.before

@@ -129,7 +129,10 @@ def test_states_are_drawn_by_position(huginn):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("huginn", {"parallel": "dp=2,cp=2,tp=2"}), ("parcae", {"speculation": "ngram:3", "max_adapters": 2})],
+    [
+        ("huginn", {"parallel": "dp=2,cp=2,tp=2"}),
+        pytest.param("parcae", {"speculation": "ngram:3", "max_adapters": 2}, marks=pytest.mark.release),
+    ],
     ids=["devices", "drafts and adapters"],
 )
 def test_tokens_are_the_same(name, options, paths, request):
