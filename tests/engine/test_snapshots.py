@@ -29,8 +29,8 @@ from tests.helpers.shared_beginnings import (
 )
 
 STATES = ("qwen3_5_text", "kimi_linear")
-KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama4_text", "kimi_linear"))]
-KINDS += [pytest.param(kind, marks=pytest.mark.release) for kind in ("gemma4_text", "ministral")]
+MARKS = dict.fromkeys(FAST, ()) | dict.fromkeys(("gemma4_text", "ministral"), pytest.mark.release)
+KINDS = [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in BESIDE]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,7 +24,7 @@ from inferlib.models.cache_levels import (
 )
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops.attention_mass import add_mass
-from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, retained_positions
+from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, best_positions, position_scores
 from inferlib.ops.recent_queries import recent_weights, write_queries
 
 HEADS, CELLS, WIDTH, GROUP, BUDGET, INTERVAL = 2, 48, 8, 3, 12, 4
@@ -157,7 +157,7 @@ def test_keeps_what_the_paper_keeps(method):
         if window:
             zeroed = jnp.where(jnp.arange(CELLS)[:, None] < count, keys, 0)
             weights = recent_weights(queries, zeroed, count, count - 1 + dropped, AttentionOptions(0.1))
-        return retained_positions(keys, count, policy, mass, weights)
+        return best_positions(position_scores(keys, count, policy, mass, weights), policy.budget)
 
     for kind in KINDS:
         for count in (BUDGET, BUDGET + 1, BUDGET + INTERVAL, CELLS):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inferlib.attention_values import AttentionOptions
-from inferlib.ops.cache_policy import CachePolicy, retained_positions
+from inferlib.ops.cache_policy import CachePolicy, best_positions, position_scores
 from inferlib.programs.compaction import Compaction, Keys, compact_rows
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
@@ -59,7 +59,8 @@ def test_due_rows_alone_are_compacted(together):
             np.testing.assert_array_equal(now, before)
             continue
         assert (length, dropped) == (POLICY.budget, count - POLICY.budget)
-        retained = np.asarray(retained_positions(jnp.asarray(before[0]), jnp.array(count), POLICY))
+        scores = position_scores(jnp.asarray(before[0]), jnp.array(count), POLICY)
+        retained = np.asarray(best_positions(scores, POLICY.budget))
         for x, y in zip(before, now, strict=True):
             expected = np.take_along_axis(x, retained[..., None], axis=2)
             np.testing.assert_array_equal(y[:, :, : POLICY.budget], expected)
