@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped, SharedPrefixes
 from inferlib.pallas_kernels import prefill_attention_hopper_gpu as prefill
@@ -56,11 +57,11 @@ def dealt(blocks: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array, jax.Arr
     """
     # Each prefix that is used has at most one chunk that is not full, so chunks of `most` blocks are enough.
     used, total = jnp.maximum(jnp.sum(blocks > 0), 1), jnp.sum(blocks)
-    least, most = (jnp.maximum(-(-total // n), 1) for n in (chunks, chunks - used + 1))
+    least, most = jnp.maximum(_parts(total, jnp.stack([jnp.full_like(used, chunks), chunks - used + 1])), 1)
     sizes = jnp.minimum(least + jnp.arange(_TRIED), most)
-    enough = jnp.sum(-(-blocks[:, None] // sizes), axis=0) <= chunks
+    enough = jnp.sum(_parts(blocks[:, None], sizes), axis=0) <= chunks
     size = jnp.min(jnp.where(enough, sizes, most))
-    counts = -(-blocks // size)
+    counts = _parts(blocks, size)
     ends, chunk = jnp.cumsum(counts), jnp.arange(chunks)
     tiles = jnp.sum(chunk[:, None] >= ends, axis=1)
     begin = (chunk - (ends - counts).at[tiles].get(mode="fill", fill_value=0)) * size
@@ -68,6 +69,12 @@ def dealt(blocks: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array, jax.Arr
     some = tiles < blocks.size
     first, last = jnp.where(some, begin * prefill.KEYS, 0), jnp.where(some, end * prefill.KEYS - 1, -1)
     return tiles.astype(jnp.int32), first.astype(jnp.int32), last.astype(jnp.int32)
+
+
+def _parts(total: jax.Array, size: jax.Array) -> jax.Array:
+    """How many parts of `size` a total has, which is not negative: the quotient, rounded up."""
+    total, size = jnp.broadcast_arrays(total, size)
+    return lax.div(total + size - 1, size)
 
 
 def _chunks(q: Shaped, cache: KvCache, shared: SharedPrefixes) -> jax.ShapeDtypeStruct:

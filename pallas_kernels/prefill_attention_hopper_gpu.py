@@ -5,9 +5,10 @@ copies blocks of keys and values from pages to shared memory; the two others com
 turns: while one multiplies, the other one computes its softmax. A row is a query of one of the heads that share a KV
 head, and a program's rows belong to the same tokens, so both read the same blocks.
 
-A query sees a range of positions, so only the ends of a program's range are masked. Cells there may be NaN, and
-0 * NaN is NaN: the warpgroup that copies makes such values 0 before the others may read them. Where a list of blocks
-restricts what queries see, the program goes through its list in ascending order, and the same holds for its ends.
+A query sees a range of positions, so only the ends of a program's range are masked. They come first, so that the
+kernel has the code for them once: its size is what programs with the kernel take to compile. Cells there may be NaN,
+and 0 * NaN is NaN: the warpgroup that copies makes such values 0 before the others may read them. Where a list of
+blocks restricts what queries see, the same holds for the list in ascending order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import merge
+from inferlib.pallas_kernels.lowered_once import call_lowered
 from inferlib.pallas_kernels.prefill_attention_gpu import LOG2E, NOTHING, pages_of, seen
 
 ROWS = 64  # query rows of a warpgroup: what an instruction multiplies
@@ -151,6 +153,17 @@ class _Range(NamedTuple):
     def count(self):
         return self.end - self.begin
 
+    @property
+    def ends(self):
+        """How many blocks are masked: those that the program reads first."""
+        return self.inner - self.begin + self.end - self.outer
+
+    def __getitem__(self, i):
+        """The block that is read i-th."""
+        behind = self.outer - self.inner + self.begin + i  # of those at the upper end
+        at_end = jnp.where(i < self.inner - self.begin, self.begin + i, behind)
+        return jnp.where(i < self.ends, at_end, self.inner + i - self.ends)
+
 
 class _Inputs(NamedTuple):
     """first, last [P, parts, ROWS]: what a warpgroup's rows see. ranges [P * parts * splits * 4]. table [P * M].
@@ -258,6 +271,10 @@ def prefill_attention(
 def attend_shares(shape: Shape, scale: float, q, k, v, table, of_queries: Seen) -> tuple[jax.Array, jax.Array]:
     """The results of the programs that share a range: out [splits, P, C, K, G, h] in q's dtype and lse [splits, P, K *
     G, C] float32. table [P, M]: pages in k and v."""
+    return call_lowered(_attend_shares, (shape, scale), q, k, v, table, of_queries)
+
+
+def _attend_shares(shape: Shape, scale: float, q, k, v, table, of_queries: Seen) -> tuple[jax.Array, jax.Array]:
     chunks, width, kv_heads, group, size = q.shape
     of_parts = [x.reshape(chunks, shape.parts, shape.tokens) for x in of_queries[:2]]
     of_rows = [jnp.tile(x, (1, 1, shape.heads)) for x in of_parts]
@@ -282,11 +299,13 @@ def attend_shares(shape: Shape, scale: float, q, k, v, table, of_queries: Seen) 
 
 
 def _bounds(first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
-    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens]; [P, parts] each."""
-    begin, end = first.min(axis=2) // KEYS, pl.cdiv(last.max(axis=2) + 1, KEYS)
+    """The fields of `_Range` for the tokens of each program, first and last [P, parts, tokens]; [P, parts] each.
+    Positions that are seen begin at 0; -1 is the last one of a query that sees none."""
+    blocks = lambda positions: lax.div(positions, jnp.int32(KEYS))  # noqa: E731
+    begin, end = blocks(first.min(axis=2)), blocks(last.max(axis=2) + KEYS)
     end = jnp.maximum(begin, end)
-    inner = jnp.clip(pl.cdiv(first.max(axis=2), KEYS), begin, end)
-    outer = jnp.clip((last.min(axis=2) + 1) // KEYS, inner, end)
+    inner = jnp.clip(blocks(first.max(axis=2) + KEYS - 1), begin, end)
+    outer = jnp.clip(blocks(last.min(axis=2) + 1), inner, end)
     return begin, inner, outer, end
 
 
@@ -309,7 +328,7 @@ def _flat_lists(shape: Shape, table: jax.Array, ordered: jax.Array) -> tuple[jax
 def _ranges(splits: int, begin: jax.Array, inner: jax.Array, outer: jax.Array, end: jax.Array) -> jax.Array:
     """The fields of `_Range` for each share of ranges, all of them in a row."""
     begin, inner, outer, end = (x[..., None] for x in (begin, inner, outer, end))
-    count, share = pl.cdiv(end - begin, splits), jnp.arange(splits)
+    count, share = lax.div(end - begin + splits - 1, jnp.int32(splits)), jnp.arange(splits, dtype=jnp.int32)
     starts, stops = (jnp.minimum(begin + count * n, end) for n in (share, share + 1))
     fields = starts, jnp.clip(inner, starts, stops), jnp.clip(outer, starts, stops), stops
     return jnp.stack(fields, axis=-1).astype(jnp.int32).reshape(-1)
@@ -363,34 +382,28 @@ def _fetch(shape: Shape, inputs: _Inputs, shared: _Shared, blocks: _Range, chunk
     head = lax.axis_index("head")
     start = None if shape.lists is None else shape.list_start(chunk, head, lax.axis_index("part"))
 
-    def copy(i, free: bool) -> None:
-        block, stage = blocks.begin + i, lax.rem(i, jnp.int32(STAGES))
+    @pl.loop(0, blocks.count)
+    def _(i) -> None:
+        block, stage, reused = blocks[i], lax.rem(i, jnp.int32(STAGES)), i >= STAGES
         if start is None:
             page, slots = shape.page_and_slots(inputs.table, chunk, block)
         else:
             page, slots = shape.page_and_slots_of(inputs.places[start + block])
-        if not free:
-            plgpu.barrier_wait(shared.k_free.at[stage])
+        pl.when(reused)(lambda: plgpu.barrier_wait(shared.k_free.at[stage]))
         plgpu.copy_gmem_to_smem(inputs.k.at[page, head, slots], shared.k.at[stage], shared.k_ready.at[stage])
-        if not free:
-            plgpu.barrier_wait(shared.v_free.at[stage])
+        pl.when(reused)(lambda: plgpu.barrier_wait(shared.v_free.at[stage]))
         values, target = inputs.v.at[page, head, slots], shared.v.at[stage]
-        all_seen = (block >= blocks.inner) & (block < blocks.outer)
 
-        @pl.when(all_seen)
+        @pl.when(i >= blocks.ends)
         def _() -> None:
             plgpu.copy_gmem_to_smem(values, target, shared.v_ready.at[stage])
 
-        @pl.when(jnp.logical_not(all_seen))
+        @pl.when(i < blocks.ends)
         def _() -> None:
             plgpu.copy_gmem_to_smem(values, target, shared.unmasked)
             plgpu.barrier_wait(shared.unmasked)
             _clean(target)
             plgpu.barrier_arrive(shared.v_ready.at[stage])
-
-    for i in range(STAGES):
-        pl.when(i < blocks.count)(functools.partial(copy, jnp.int32(i), free=True))
-    pl.loop(STAGES, jnp.maximum(blocks.count, STAGES))(functools.partial(copy, free=False))
 
 
 def _clean(values) -> None:
@@ -416,10 +429,8 @@ def _compute(shape: Shape, scale: float, inputs: _Inputs, outputs, shared: _Shar
     carry = plgpu.layout_cast(full(0, ROWS, shape.size), layout), top, total
     pl.when(blocks.count > 0)(lambda: plgpu.barrier_wait(shared.k_ready.at[0]))
     pl.when(number == 1)(step.next_turn)
-    edge, inside = functools.partial(step, masked=True), functools.partial(step, masked=False)
-    carry = lax.fori_loop(blocks.begin, blocks.inner, edge, carry)
-    carry = lax.fori_loop(blocks.inner, blocks.outer, inside, carry)
-    acc, top, total = lax.fori_loop(blocks.outer, blocks.end, edge, carry)
+    carry = lax.fori_loop(0, blocks.ends, functools.partial(step, masked=True), carry)
+    acc, top, total = lax.fori_loop(blocks.ends, blocks.count, functools.partial(step, masked=False), carry)
     pl.when(number == 0)(step.next_turn)
     some = total > 0
     inverse = jnp.where(some, 1 / jnp.where(some, total, 1.0), 0.0)
@@ -468,8 +479,8 @@ def _queries(shape: Shape, inputs: _Inputs, shared: _Shared, chunk) -> tuple[Any
 
 @dataclass(frozen=True)
 class _Step:
-    """A warpgroup's queries and one block. factor: of logits, to base 2. listed: all lists, or None; start: where the
-    program's list begins in it."""
+    """A warpgroup's queries and the block that is read i-th. factor: of logits, to base 2. listed: all lists, or None;
+    start: where the program's list begins in it."""
 
     factor: float
     shared: _Shared
@@ -485,16 +496,13 @@ class _Step:
         plgpu.barrier_arrive(self.shared.turn)
         plgpu.barrier_wait(self.shared.turn)
 
-    def __call__(self, block, carry, *, masked: bool):
+    def __call__(self, i, carry, *, masked: bool):
         """carry: the sum of values [ROWS, h], the largest logit in base 2 and the sum of weights [ROWS]."""
         (acc, top, total), shared = carry, self.shared
-        i = block - self.blocks.begin
         stage = lax.rem(i, jnp.int32(STAGES))
-        if masked and self.listed is not None:
-            block = self.listed[self.start + block]
         logits = pl.run_scoped(functools.partial(self._logits, stage), plgpu.WGMMAAccumulatorRef((ROWS, KEYS), _F32))
         plgpu.barrier_arrive(shared.k_free.at[stage])
-        logits = self._masked(logits, block) if masked else logits
+        logits = self._masked(logits, i) if masked else logits
         new_top = jnp.maximum(top, logits.max(axis=1) * self.factor)
         decay = jnp.exp2(top - new_top)
         weights = jnp.exp2(logits * self.factor - lax.broadcast_in_dim(new_top, logits.shape, [0]))
@@ -515,8 +523,11 @@ class _Step:
         self.next_turn()
         return acc[...]
 
-    def _masked(self, logits, block):
+    def _masked(self, logits, i):
         """The logits, -inf where a query does not see the position."""
+        block = self.blocks[i]
+        if self.listed is not None:
+            block = self.listed[self.start + block]
         across = lambda x: lax.broadcast_in_dim(x, logits.shape, [0])  # noqa: E731
         position = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA) + block * KEYS
         logits = jnp.where(position <= across(self.last), logits, -jnp.inf)

@@ -39,7 +39,8 @@ class Stripe:
 
     def owns(self, positions: jax.Array) -> jax.Array:
         """Whether the device owns each position; nobody owns negative ones."""
-        return (positions >= 0) & (positions % self.count == self.index)
+        there = positions >= 0
+        return there if self.count == 1 else there & (positions % self.count == self.index)
 
     def slots(self, positions: jax.Array, slots: int, *, ring: bool) -> jax.Array:
         """The slot of each position in a cache of `slots`; out of range if the position is negative or another

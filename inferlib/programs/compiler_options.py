@@ -9,6 +9,7 @@ from inferlib.ops.on_chip import OPTIONS
 from inferlib.ops.packed import MEMORY_BOUND_ROWS
 
 _ROWS = 32  # from which cuBLAS multiplies weights of half precision faster than what XLA generates
+_TIMED = "3"  # the level at which XLA's autotuner times, and compares no results
 _HALF = (np.dtype("bfloat16"), np.dtype("float16"))
 # Of programs with products of low rank beside weights, see `inferlib.ops.thin_products`. XLA would join a weight and
 # factors that multiply the same inputs, and copy the weight for that: XLA of jax 0.10 all weights in each step.
@@ -24,7 +25,8 @@ def compiler_options(
     On GPUs XLA tries kernels that it generates for a product beside those of cuBLAS, alone and with the weight in a
     cache. By that measure it takes slower ones for many rows: on an H100 a step of Llama-3-8B with 64 rows takes 7.6 ms
     instead of 7.1. To try them is most of the time that a program compiles. Without them cuBLAS has all products.
-    Weights that XLA unpacks in the product need its kernels, and so do products of few rows.
+    Weights that XLA unpacks in the product need its kernels, and so do products of few rows. XLA also compares what
+    each form of a product computes; for cuBLAS's alone that is left out, as it takes longer than to time them.
 
     on_chip: weights of loops stay on chip, see `inferlib.ops.on_chip`.
     """
@@ -37,7 +39,7 @@ def compiler_options(
         options |= _SIDE_BY_SIDE
     products = [weight for weight in model.weights if weight.contracting]
     if model.dtype in _HALF and all(_by_cublas(weight, tokens) for weight in products):
-        options |= {"xla_gpu_enable_triton_gemm": False}
+        options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": _TIMED}
     return options
 
 

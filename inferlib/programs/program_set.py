@@ -71,7 +71,7 @@ from inferlib.speculation.drafting import Drafting, drafter_of, model_of
 
 log = logging.getLogger(__name__)
 
-_MOST_THREADS = 8
+_MOST_THREADS = 12
 # What sets a field of one number of each row, for sequences that get the row.
 _NUMBER_CHANGES: dict[str, type[Adapt | Deepen | Exit]] = {"adapter": Adapt, "depth": Deepen, "threshold": Exit}
 
@@ -104,7 +104,7 @@ class ProgramSet:
         self._compiled: dict[ProgramKey, Any] = {}  # `jax.stages.Compiled`
         self._planned = {mode: frozenset(planned_keys(config, [mode])) for mode in MODES}
         self._unsettled_of: dict[ProgramKey, Any] = {}
-        self._lock = threading.Lock()
+        self._lock, self._tracing = threading.Lock(), threading.Lock()
 
     @staticmethod
     def make(
@@ -203,7 +203,7 @@ class ProgramSet:
     ) -> None:
         """Compile the keys that are missing, side by side; `done` is called after each.
 
-        threads: by default one for each core, at most 8, because XLA's autotuner needs memory of the device for each.
+        threads: by default one for each core, at most 12, because XLA's autotuner needs memory of the device for each.
         """
         missing = compile_order(key for key in keys if key not in self._compiled)
         with ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
@@ -219,7 +219,9 @@ class ProgramSet:
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
         with explained(f"compiling '{key}'", self.demand):
-            program = self.lower(key).compile(self.options(key))
+            with self._tracing:  # which is Python: threads that trace side by side would all compile late
+                lowered = self.lower(key)
+            program = lowered.compile(self.options(key))
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)

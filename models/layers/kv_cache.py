@@ -42,6 +42,13 @@ def pages_at(table: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
     return table.at[rows, columns].get(mode="clip")
 
 
+def divided(numbers: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of numbers that are not negative; of others, any. `//` and `%` are twenty operations each,
+    in every layer of a program."""
+    by_each = jnp.full_like(numbers, by)
+    return lax.div(numbers, by_each), lax.rem(numbers, by_each)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Former:
@@ -165,11 +172,12 @@ class LayerCache:
         if self.ring or table is None:
             return rows, stripe.slots(positions, self.slots, ring=self.ring)
         number, (_, columns) = stripe.number(positions), table.shape
-        pages = pages_at(table, rows, number // self.slots)
-        there = stripe.owns(positions) & (number // self.slots < columns) & (rows < table.shape[0])
+        column, slot = divided(number, self.slots)
+        pages = pages_at(table, rows, column)
+        there = stripe.owns(positions) & (column < columns) & (rows < table.shape[0])
         # Slots that do not exist differ, as indices must.
         none = self.slots + jnp.arange(rows.size, dtype=jnp.int32)
-        return pages, jnp.where(there, number % self.slots, none)
+        return pages, jnp.where(there, slot, none)
 
     def write_chunks(
         self,
@@ -190,7 +198,8 @@ class LayerCache:
             width = self.run(width, run)
             new = [x.reshape(-1, width, *x.shape[2:]) for x in new]
             chunks = chunks.cut(new[0].shape[0] // chunks.rows.size, width)
-            pages, slots = pages_at(table, chunks.rows, chunks.starts // self.slots), chunks.starts % self.slots
+            column, slots = divided(chunks.starts, self.slots)
+            pages = pages_at(table, chunks.rows, column)
             there = (chunks.lengths > 0) & (chunks.rows < table.shape[0])
             pages = jnp.where(there, pages, self.pages)
         arrays = chunk_write(self.arrays, new, pages, slots, layer=self.layer, ring=self.ring, backend=backend)

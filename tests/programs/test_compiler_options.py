@@ -16,7 +16,7 @@ from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.keys import ProgramKey
 
 SLOTS = AdapterSlots(2, 4)
-BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "3"}
 
 
 def model(quantization: str | None, dtype: str = "bfloat16", *, rank: int = 0, **options) -> AbstractModel:

@@ -1,0 +1,42 @@
+"""Lower a kernel once for all programs that have it.
+
+To lower a kernel of Mosaic for GPUs takes Python more than a second, in which no other program is traced, and many
+programs of a set have the same one: with and without decode rows, for instance. What `jax.export` makes of it is
+called instead. XLA compiles equal kernels once, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax import export
+
+# The names of Mosaic's kernels in programs. JAX asks to be told of calls that other versions may not know.
+_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
+_lock = threading.Lock()
+_lowered: dict[tuple, Future[export.Exported]] = {}
+# The thread of each program is within its trace, and may be within a mesh: this one is in neither.
+_thread = ThreadPoolExecutor(1, "inferlib-kernels")
+
+
+def call_lowered(function: Callable, static: tuple, *arrays: Any) -> Any:
+    """`function(*static, *arrays)` of one GPU, lowered for CUDA when it is called with arrays of these shapes first.
+
+    static: what hashes. arrays: also trees of arrays. Raises what tracing and lowering raise.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    leaves, tree = jax.tree.flatten(shapes)
+    key = function, static, tree, tuple((x.shape, x.dtype) for x in leaves)
+    with _lock:
+        if key not in _lowered:
+            _lowered[key] = _thread.submit(_exported, function, static, shapes)
+    return _lowered[key].result().call(*arrays)
+
+
+def _exported(function: Callable, static: tuple, shapes: tuple) -> export.Exported:
+    jitted = jax.jit(lambda *arrays: function(*static, *arrays))
+    return export.export(jitted, platforms=("cuda",), disabled_checks=_CALLS)(*shapes)
