@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from inferlib import LLM, Buckets
+from tests.helpers.fast_cases import mark_further_cases
 from tests.helpers.llms import MAX_LEN, TINY, build_llm
 from tests.helpers.tokenizer import write_tokenizer
 
@@ -67,8 +68,10 @@ def _bytes_in(folder: Path) -> int:
 LONG = ("test_notebooks", "test_bundles", "test_hosts", "test_smollm2", "test_backends", "test_compile_tpu", "test_tpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start long tests first: the last tests of a run may leave a core idle."""
+    mark_further_cases(items)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -121,6 +121,7 @@ def last_compilers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("target", "parallel"), SLICES)
+@pytest.mark.slow
 def test_collectives_are_those_that_explain_promises(target, parallel):
     made, report = compiled(target, parallel)
     planned = made.planned()

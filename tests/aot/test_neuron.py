@@ -229,6 +229,7 @@ def compiler(folder: Path, script: str, monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
+@pytest.mark.slow
 def test_programs_manifest_and_commands_are_written(model, tmp_path):
     out = tmp_path / "out"
     result = run(model, "--out", str(out), "--json")

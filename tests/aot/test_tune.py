@@ -228,6 +228,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("kernel", "shape"), SHAPES, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.fast_cases(4)
 def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
     if kernel == "decode_attention":
         shape = shape | {name: shape.get(name) for name in ("pages", "seen")}

@@ -58,6 +58,7 @@ def calibrated(model, tmp_path_factory) -> CalibrationReport:
     return calibrate(model, tmp_path_factory.mktemp("calibrated") / "out", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_calibrated_model_loads_and_loses_less_than_nearest(model, calibrated):
     tokenizer = ModelFiles.open(model).tokenizer
     assert tokenizer is not None
@@ -142,6 +143,7 @@ def test_weights_that_tpus_read_packed_compute_the_same(model, tmp_path):
     np.testing.assert_allclose(kernel.logits(PROMPT), expected, rtol=0, atol=0.1 * expected.std())
 
 
+@pytest.mark.slow
 def test_experts_that_saw_no_token_are_counted(model, tmp_path):
     options = dict(num_local_experts=5, num_hidden_layers=1, vocab_size=260)
     shape = with_tokenizer(model, make_checkpoint(tmp_path / "moe", "mixtral", **options))
@@ -334,6 +336,7 @@ def test_windows_are_spread_over_all_texts(model):
     assert windows[-1].tolist() == whole[-8:]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model_and_prints_the_losses(model, tmp_path):
     commands, data = Commands(model), tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

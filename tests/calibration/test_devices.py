@@ -25,6 +25,7 @@ WINDOWS = np.random.default_rng(0).integers(4, 120, (8, 24)).astype(np.int32)
         pytest.param("gemma3n_text", TINY["gemma3n_text"], marks=pytest.mark.release),
     ],
 )
+@pytest.mark.slow
 def test_sums_and_residuals_are_those_of_one_device(family, options, tmp_path):
     job = job_of(make_checkpoint(tmp_path, family, **options), "gptq", "int8")
     walks = [LayerwiseForward(job.original, WINDOWS, devices) for devices in (1, 8)]

@@ -64,6 +64,7 @@ def marked(*names: str, mark=pytest.mark.slow) -> list:
 
 
 @pytest.mark.parametrize("name", ["tied", "qwen2_moe", *marked("deepseek_v3", "nemotron_h", "qwen3_next")])
+@pytest.mark.fast_cases(1)
 def test_a_rotated_model_equals_the_original(name, tmp_path):
     family, options = FAMILIES[name]
     path = make_checkpoint(tmp_path, family, **options)
@@ -99,6 +100,7 @@ def test_a_residual_that_cannot_be_rotated_is_an_error(name, tmp_path):
         *marked("cohere2 smoothquant", "qwen2_moe smoothquant", mark=pytest.mark.release),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_a_smoothed_model_equals_the_original(name, kind, tmp_path):
     """As do models of the other families, whose layers have fewer places that take factors, or none."""
     family, options = SMOOTHED[name]

@@ -113,6 +113,7 @@ def test_searched_scales_are_the_best_of_those_tried(name):
         ("fp8_block", "gptq"),
     ],
 )
+@pytest.mark.fast_cases(3)
 def test_no_output_loses_more_than_to_nearest(name, rounding):
     scheme = QUANTIZATIONS[name]
     group = 32 if scheme.group else INPUTS
@@ -165,6 +166,7 @@ def test_dead_inputs_among_others_change_nothing():
         ("mxfp4", (3, 2, 64, 16), (2,), True),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_stored_arrays_equal_those_of_quantize(name, shape, inputs, experts):
     scheme, form = QUANTIZATIONS[name], MatrixForm(shape, inputs, experts)
     w = jax.random.normal(jax.random.key(0), shape)

@@ -125,6 +125,7 @@ def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", scan
         for p in meshes
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_saved_on_four_devices_restored_on_others(shape, parallel, checkpoint, converted):
     assert_same(converted(shape), checkpoint(shape), "float32", parallel)
 
@@ -147,6 +148,7 @@ def test_stacked_experts(checkpoint, converted):
 
 
 @pytest.mark.parametrize("parallel", ["", "tp=4"])
+@pytest.mark.fast_cases(1)
 def test_types(parallel, checkpoint, converted):
     """As stored, rounded once, widened."""
     original, narrow = checkpoint("smollm2"), converted("smollm2", "bfloat16")
@@ -162,6 +164,7 @@ def test_types(parallel, checkpoint, converted):
 @pytest.mark.parametrize(
     ("scheme", "stored"), [*((scheme, True) for scheme in sorted(QUANTIZATIONS)), ("int4", False), ("int8", False)]
 )
+@pytest.mark.fast_cases(2)
 def test_every_quantization_runs_from_converted_weights(scheme, stored, checkpoint, converted, tmp_path):
     """Quantised when they are stored or when they are loaded, in a program that is compiled ahead of its call, as those
     of engines are; on a mesh too, or refused before anything is read."""
@@ -512,6 +515,7 @@ def test_two_processes_convert_together(checkpoint, tmp_path):
 # ---- command line
 
 
+@pytest.mark.slow
 def test_command(checkpoint, tmp_path):
     """In a process of its own, since it makes as many CPU devices as it needs."""
     out = tmp_path / "out"

@@ -36,6 +36,7 @@ def cases(tmp_path_factory) -> Cases:
 
 
 @pytest.mark.parametrize("kind", Cases.KINDS)
+@pytest.mark.fast_cases(1)
 def test_damaged(cases, kind):
     wrong = list(filter(None, islice(cases.outcomes(kind, seed=0), COUNTS[kind])))
     assert not wrong, "\n".join(wrong)

@@ -124,6 +124,7 @@ def test_it_is_the_model_of_the_other_format(model, tmp_path):
         ("gpt_oss", "int8", "nearest", "has all experts of a layer"),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path, family, scheme, method, words):
     path = checkpoint(model, tmp_path / "model", family, num_hidden_layers=1)
     with pytest.raises(ConfigurationError, match=words):
@@ -147,6 +148,7 @@ def test_only_quantised_directories_of_this_library_are_exported(model, tmp_path
         exported(checkpoint(model, tmp_path / "model"), converted, "int8", "nearest")
 
 
+@pytest.mark.slow
 def test_the_command_writes_it_whole_or_not_at_all(model, tmp_path, monkeypatch):
     """Also of what `convert` quantised, and over what a killed export left."""
     path, out = checkpoint(model, tmp_path / "model"), tmp_path / "out"

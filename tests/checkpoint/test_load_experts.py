@@ -89,6 +89,7 @@ def stored(form: str, weights: dict[str, np.ndarray]) -> Tensors:
         ("transposed and interleaved", "tp=4,dp=2", False),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_experts_are_laid_out(form, parallel, scan):
     """Padded with zeros where they or their width do not divide; every device's part read once."""
     rng = np.random.default_rng(0)

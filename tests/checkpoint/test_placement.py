@@ -56,6 +56,7 @@ def assert_same(llm: LLM, expected) -> None:
     np.testing.assert_allclose(llm.logits(PROMPTS[0]), logits, rtol=0, atol=2e-5 * np.abs(logits).max())
 
 
+@pytest.mark.slow
 def test_load_is_what_transformers_routes(folder, expected):
     import torch
     from transformers import AutoModelForCausalLM
@@ -78,6 +79,7 @@ def test_load_is_what_transformers_routes(folder, expected):
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_outputs_and_load_are_the_same(placement, parallel, scan, folder, expected, tmp_path):
     options = dict(parallel=parallel, expert_load=True)
     if placement is not None:

@@ -90,6 +90,7 @@ STACKED = ("gpt-oss", "int4 by group")  # on one device as well, where layers ar
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in SHIPPED])
+@pytest.mark.fast_cases(1)
 def test_shipped_weights_are_kept(case, tmp_path, caplog):
     path, dense = ship(case, tmp_path)
     scheme = form_of(SHIPPED[case][1]).scheme
@@ -177,6 +178,7 @@ def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["awq experts", "int8 by channel with zero points"])
+@pytest.mark.fast_cases(1)
 def test_logits_are_those_of_the_weights_they_stand_for(case, tmp_path):
     path, dense = ship(case, tmp_path)
     (prompt,) = random_prompts([12])

@@ -41,6 +41,7 @@ def option(adapters: dict[str, Path]) -> tuple[str, ...]:
     return "--adapters", ",".join(f"{name}={path}" for name, path in adapters.items())
 
 
+@pytest.mark.slow
 def test_texts_and_lines(inferlib, adapters, texts, tmp_path):
     """One adapter for all prompts, and one for each line: null is none, and an unknown name fails its line alone."""
     assert len(set(texts.values())) == 3

@@ -243,6 +243,7 @@ def test_overwrite(batch):
 # ---- ending early and resuming
 
 
+@pytest.mark.slow
 def test_resume_does_what_is_missing(batch):
     batch.write(*({"prompt": f"line {i}"} for i in range(6)))
     assert batch.run(*SAMPLING).exit_code == 0

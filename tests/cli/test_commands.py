@@ -85,6 +85,7 @@ def test_every_sampling_parameter_is_an_option_with_its_default():
     assert different == dict.fromkeys(_FIELDS.values()) | {"seed": 0}
 
 
+@pytest.mark.slow
 def test_defaults_are_those_of_python(inferlib, tmp_path):
     """What the model suggests, then what `SamplingParams` has: also for a line of a file."""
     folder = shutil.copytree(inferlib.model, tmp_path / "model")

@@ -55,6 +55,7 @@ def test_sizes():
     report(wrong)
 
 
+@pytest.mark.slow
 def test_model(path):
     options = [
         *get_type_hints(EngineSettings),

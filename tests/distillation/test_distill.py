@@ -53,6 +53,7 @@ def whole(model, texts, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_head_as_published(model, whole):
     config = config_from_hf(json.loads((model / "config.json").read_text()))
     files = Eagle3Files.open(whole, config)

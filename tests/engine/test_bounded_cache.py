@@ -99,6 +99,7 @@ def assert_as_alone(llm: LLM) -> None:
     "kind",
     [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS if kind != "llama tova"],
 )
+@pytest.mark.fast_cases(1)
 def test_rows_are_what_they_are_alone(kind, bounded):
     llm = bounded(kind)
     assert_as_alone(llm)
@@ -167,6 +168,7 @@ def chosen_by_hand(llm: LLM, other: Engine, keys: np.ndarray, tokens: list[int])
     + [("llama pyramidkv", PROMPTS[-4]), ("llama pyramidkv", PROMPTS[-1])],
     ids=lambda x: x if isinstance(x, str) else str(len(x)),
 )
+@pytest.mark.fast_cases(2)
 def test_a_row_has_the_cells_that_its_policy_keeps(kind, prompt, bounded, llama):
     """Each KV head has its own, in the order of their positions. A row gives back the pages that it needs no more."""
     llm = bounded(kind)

@@ -75,6 +75,7 @@ def test_rows_that_are_preempted(llm, expected):
         assert tokens_of(llm, PROMPTS, params_of(DEPTHS)) == expected
 
 
+@pytest.mark.slow
 def test_prompts_share_pages_with_those_of_their_depth_alone(llm, expected):
     prompt, hits = PROMPTS[4], []
     with new_engine(llm):

@@ -252,6 +252,7 @@ def test_tokens_of_replicas_leave_by_what_the_head_makes_of_them(paths):
     assert_leave_by_the_head(build_llm(paths["parcae"], BUCKETS, early_exit="kl", parallel=parallel))
 
 
+@pytest.mark.slow
 def test_rows_at_different_depths(paths, llm, expected):
     # By fours the pages of rows end with programs.
     other = build_llm(paths["parcae"], BUCKETS, early_exit=True, depthwise_batching=2, decode_steps=4)

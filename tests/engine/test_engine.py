@@ -46,6 +46,7 @@ from tests.helpers.scripted_device import (
 
 @settings(max_examples=100)
 @given(traffic())
+@pytest.mark.slow
 def test_any_traffic_is_served_completely_and_in_order(case):
     config, jobs, _ = case
     engine = scripted_engine(config, [script for script, _, _ in jobs])
@@ -225,6 +226,7 @@ def test_the_device_returns_early_only_for_a_prompt_that_waits(waiting, llama):
             engine.cancel(s)
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests(llama, checkpoint):
     """500 prompts out of 30, each with its own number of tokens: every result is that of its prompt."""
     rng = np.random.default_rng(21)

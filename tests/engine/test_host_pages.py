@@ -118,6 +118,7 @@ def test_pages_that_are_asked_for_a_step_ahead_are_as_if_they_had_never_left(kin
 
 
 @pytest.mark.parametrize("kind", kinds("qwen3_5_text"))
+@pytest.mark.slow
 def test_rows_are_longer_than_the_pages_on_the_device(kind, tight):
     """They are the same with NaN in all that is not valid, and nothing compiles."""
     llm = tight(kind)

@@ -66,6 +66,7 @@ def engine_of(tight):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast_cases(1)
 def test_sequences_that_are_preempted_go_on_as_if_alone(kind, engine_of):
     engine, prompts = engine_of(kind), random_prompts(LENGTHS, seed=30)
     assert engine.plan.pages == engine.plan.columns * 3 // 2

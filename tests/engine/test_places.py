@@ -38,6 +38,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ministral", "ki
 
 
 @pytest.mark.parametrize("kind", [*FAST, *SLOW])
+@pytest.mark.fast_cases(1)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     """Within a page and at the end of one, for the same prompt and for one that goes on."""
     with new_engine(tight(kind), host_cache=MUCH, in_flight=1) as engine:

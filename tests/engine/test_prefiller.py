@@ -68,6 +68,7 @@ KINDS = [KIND, "gpt_oss", *(pytest.param(kind, marks=pytest.mark.release) for ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast_cases(1)
 def test_tokens_are_those_of_one_engine(kind, apart, alone, monkeypatch, caplog):
     """With NaN in all free pages, and room for one sequence under way or for all; a second time the pages are in the
     cache of the engine that decodes. What is sampled takes further programs: of one kind."""
@@ -153,6 +154,7 @@ def test_a_snapshot_that_is_lost_is_computed_beside_decoding(apart, alone, monke
 
 @settings(max_examples=6)
 @given(st.lists(JOB, min_size=4, max_size=10))
+@pytest.mark.slow
 def test_any_traffic_is_as_if_alone(apart, alone, jobs):
     """Whatever is evicted, preempted and aborted on either side, with NaN where nobody may read."""
     kind = "gpt_oss"

@@ -43,6 +43,7 @@ from tests.helpers.shared_beginnings import (
 
 
 @pytest.mark.parametrize("kind", ONE_SLOW)
+@pytest.mark.fast_cases(1)
 def test_edges_of_pages_and_of_their_parts(kind, tight, alone):
     """The same prompt again, one that is longer by a token, and one whose last token is another."""
     lengths = [7, 8, 9, 15, 16, 17, 24, 25, 32, 33] if kind == "llama stacked" else [16, 25]
@@ -112,6 +113,7 @@ def test_only_prompts_of_one_salt_share(tight):
 
 
 @pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+@pytest.mark.fast_cases(1)
 def test_samples_and_penalties_count_tokens_that_are_cached(params, tight, alone):
     """Of prompts, and of sequences that come back."""
     with new_engine(tight("llama stacked")) as engine:
@@ -177,6 +179,7 @@ def test_the_tpu_compiler_copies_no_more_than_pages():
 
 @settings(max_examples=8)
 @given(st.lists(JOB, min_size=1, max_size=14))
+@pytest.mark.slow
 def test_any_traffic_is_as_if_alone(tight, alone, jobs):
     kind = "llama stacked"
     with new_engine(tight(kind), in_flight=1) as engine:

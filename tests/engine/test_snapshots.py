@@ -34,6 +34,7 @@ KINDS = [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast_cases(1)
 def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
     """The same prompt again, one that is longer, and one whose last token is another. Rings serve any place where they
     still have the window, states that behind the last unit. What is not valid holds NaN, so that a row which reads
@@ -48,6 +49,7 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
 
 
 @pytest.mark.parametrize("kind", FAST)
+@pytest.mark.fast_cases(1)
 def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
     with new_engine(tight(kind)) as engine:
         sequences = [sequence(prompt_of(33, 0, 4), 6) for _ in range(6)]
@@ -80,6 +82,7 @@ def test_the_first_of_a_moment_saves_what_the_others_share(kind, tight, alone):
 
 @settings(max_examples=6)
 @given(st.sampled_from(FAST), st.lists(JOB, min_size=1, max_size=14))
+@pytest.mark.slow
 def test_any_traffic_is_as_if_alone(tight, alone, kind, jobs):
     with new_engine(tight(kind), in_flight=1) as engine:
         assert_as_if_alone(engine, functools.partial(alone, kind), jobs, every=1)

@@ -68,6 +68,7 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 
 
 @pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
+@pytest.mark.fast_cases(1)
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone."""

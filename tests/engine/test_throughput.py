@@ -56,6 +56,7 @@ def peer(tmp_path: Path) -> Path:
     return package.parent
 
 
+@pytest.mark.slow
 def test_a_table_of_both(peer, tmp_path, monkeypatch, capsys):
     requests = [{"input_len": 3 + i, "output_len": 2 + i % 5, "arrival": i / 100} for i in range(6)]
     file = tmp_path / "requests.jsonl"

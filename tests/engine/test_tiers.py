@@ -43,6 +43,7 @@ def page_bytes(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("kind", ONE_SLOW)
+@pytest.mark.fast_cases(1)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:

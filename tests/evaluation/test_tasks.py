@@ -71,6 +71,7 @@ def test_the_likeliest_choice_is_that_of_the_logits(model, tokenizer):
     assert score_tasks._chosen(llm, asked) == expected
 
 
+@pytest.mark.slow
 def test_the_command_asks_both_models(model):
     commands = Commands(model)
     words = ["eval", model, "--tasks", "capitals,copying", "--questions", "2", "--context", "128", "--dtype", "float32"]

@@ -88,6 +88,7 @@ PASS = jax.jit(logits_of, static_argnums=0)
         pytest.param("d-delayed", "diagonal", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_written_model_gives_the_logits_that_were_trained(preset, injection, tmp_path):
     hf, model, weights = drawn(preset, injection)
     save_model(tmp_path, hf, model, weights)

@@ -138,6 +138,7 @@ def test_without_a_teacher_the_texts_teach(quantized, texts, tmp_path):
     assert "cross entropy" in (tmp_path / "out" / "training" / "result.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_step_compiles_once(model, quantized, texts, whole):
     run = open_run(quantized, texts, whole, settings(), teacher=model)
     first, scales = run.first

@@ -13,6 +13,7 @@ from inferlib.pallas_kernels.add_norm_gpu import add_norm
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 2880), (3, 96), (64, 4096)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.fast_cases(3)
 def test_equals_a_sum_and_a_norm(tokens, width, dtype):
     rng = np.random.default_rng(0)
     branch, residual = (jnp.asarray(rng.normal(size=(tokens, width)) * size, dtype) for size in (1, 30))

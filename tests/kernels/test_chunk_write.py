@@ -54,6 +54,7 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
 
 
 @on_backends(CASES, BACKENDS, RACES)
+@pytest.mark.fast_cases(3)
 def test_chunks_are_written(name, backend):
     check(BACKENDS[backend], *CASES[name])
 

@@ -36,6 +36,7 @@ def on_mesh(devices: int, f, ins, outs):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("8")])
+@pytest.mark.fast_cases(1)
 def test_equal_the_oracle_without_races(name, capsys):
     check(name)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises

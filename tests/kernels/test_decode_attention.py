@@ -121,16 +121,19 @@ def small_blocks(monkeypatch):
 
 
 @on_backends(CASES, BACKENDS, RACES, slow=("ring", "large logits"))
+@pytest.mark.fast_cases(4)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
 
 @on_backends(MORE_CASES, ("xla", "tpu"), RACES)
+@pytest.mark.fast_cases(2)
 def test_pages_layers_and_several_queries(name, backend):
     MORE_CASES[name].check(BACKENDS[backend])
 
 
 @on_backends(QUANTISED_CASES, ("xla", "tpu"), RACES)
+@pytest.mark.fast_cases(2)
 def test_quantised_caches(name, backend):
     QUANTISED_CASES[name].check(BACKENDS[backend])
 

@@ -53,6 +53,7 @@ QUERIES = {
 
 
 @pytest.mark.parametrize("name", PAGES | RINGS | QUERIES)
+@pytest.mark.fast_cases(4)
 def test_pages_and_several_queries(name, monkeypatch):
     """In many shares or in few."""
     if "pages" in name:

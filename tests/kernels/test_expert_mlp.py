@@ -102,6 +102,7 @@ RACES = ("some", "none", "pieces", "pieces, mxfp4")
 
 
 @on_backends(CASES, ("xla", "tpu"), RACES)
+@pytest.mark.fast_cases(3)
 def test_equals_the_oracle(name, backend):
     run = partial(expert_mlp, backend={"xla": "xla", "tpu": "pallas_tpu"}[backend])
     CASES[name].check(run, pack=backend == "tpu")
@@ -119,6 +120,7 @@ def test_the_trainium_kernel_on_its_stand_in(name):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("pieces, int8", 2), ("pieces, fp8_block", 3))),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_in_pieces(name, buffers):
     """Those that are searched for races have two buffers there."""
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))

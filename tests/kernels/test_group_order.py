@@ -51,6 +51,7 @@ SIZES = {"some": (700, 6, 16), "every": (2048, 8, 128), "one": (3, 1, 2), "few":
     ("size", "form"),
     [*((size, form) for size in SIZES for form in ("sorting", "counting")), ("some", "kernel")],
 )
+@pytest.mark.fast_cases(2)
 def test_random_equal_and_absent_choices(size, form, forms):
     tokens, chosen, groups = SIZES[size]
     rng = np.random.default_rng(tokens)

@@ -63,6 +63,7 @@ RACES = ("around a tile of rows", "three buffers", "rows of no group", "mxfp4")
         if name not in RACES
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name):
     case = CASES[name]
 

@@ -43,6 +43,7 @@ def check(got, expected, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), WEIGHTS)
+@pytest.mark.fast_cases(2)
 def test_sorted_rows_by_the_weights_of_their_groups(scheme, dtype):
     """Groups without rows and rows without a group; outputs and inputs that do not fill their blocks."""
     rng, sizes = np.random.default_rng(0), np.array([3, 0, 1, 18], np.int32)
@@ -73,6 +74,7 @@ def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
 
 
 @pytest.mark.parametrize(("scheme", "rows"), [(None, 16), ("int8", 128), ("mxfp4", 16)])
+@pytest.mark.fast_cases(1)
 def test_blocks_change_nothing(scheme, rows):
     rng, sizes = np.random.default_rng(0), np.array([40, 0, 7], np.int32)
     w, values = draw(scheme, (3, 192, 80), "float32", 1)
@@ -105,6 +107,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         kernel.grouped_matmul(x, w[:, :, :64], None, jnp.zeros(3, jnp.int32), parts=1)
 
 
+@pytest.mark.slow
 def test_zero_points_are_xlas_and_not_dropped():
     cached = quantize(jnp.ones((2, 64, 32)), (1,), SCHEMES["int8"])
     cached = QuantizedTensor(cached.values, cached.scales, cached.grouped, jnp.ones((2, 32), jnp.int8))

@@ -49,6 +49,7 @@ def small_blocks(monkeypatch):
 
 
 @on_backends(CASES, BACKENDS, RACES, slow=("200 queries",))
+@pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 

@@ -52,6 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast_cases(2)
 def test_equals_the_oracle(name):
     CASES[name].check(partial(one_query, RUN))
 

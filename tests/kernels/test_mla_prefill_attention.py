@@ -47,6 +47,7 @@ def small_blocks(monkeypatch):
 
 
 @on_backends(CASES, BACKENDS, RACES, slow=("two tiles, the last one not full",))
+@pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 

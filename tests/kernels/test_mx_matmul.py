@@ -64,6 +64,7 @@ THREE_ROWS, FORTY_ROWS = (3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(3
         *((name, *FORTY_ROWS) for name in ("mxfp4", "int8")),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     """Odd numbers of rows and columns, whose last blocks are not full; of a stack, the layer asked for."""
     rng = np.random.default_rng(0)

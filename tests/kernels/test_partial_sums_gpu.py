@@ -118,6 +118,7 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
 
 
 @pytest.mark.parametrize(("rows", "activation"), [(1, "silu"), (3, None), (3, "gelu")])
+@pytest.mark.fast_cases(1)
 def test_xlas_products_of_a_norm_without_its_factor(rows, activation):
     """Of weights that are not quantised. On GPUs a kernel adds up their partial sums, with the factor."""
     activation = activation and partial(gated, activation)
@@ -158,6 +159,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
+@pytest.mark.fast_cases(1)
 def test_partial_sums_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantized(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)
@@ -182,6 +184,7 @@ def test_partial_sums_of_a_product(scheme):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8_block", 5, 256, 128), ("mxfp4", 15, 128, 24))),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_they_lower_for_gpus(scheme, rows, inputs, outputs):
     """Weights that are copied ahead, and such as are loaded."""
     y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)

@@ -74,6 +74,7 @@ def of_backends(cases: dict[str, Case]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "backend"), of_backends(CASES))
+@pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 

@@ -122,6 +122,7 @@ def test_lowers_to_triton(size, columns):
     ],
     ids=["rows", "pages", "ring"],
 )
+@pytest.mark.fast_cases(1)
 def test_programs_that_share_a_tile(case):
     """Also where a share has no block."""
     case.check(on_prefill_kernel(partial(kernel, sizes=Blocks(32, 16), splits=4, interpret=True)))

@@ -112,6 +112,7 @@ def test_a_list_of_all_blocks_is_no_list():
 
 
 @pytest.mark.parametrize("name", ["a ring", "lists"])
+@pytest.mark.fast_cases(1)
 def test_lowers_anywhere(name):
     case = (CASES | LISTS)[name]
     q, cache, positions = shapes_of(case)
@@ -148,6 +149,7 @@ def test_lists_run_where_programs_are_few():
         (replace(PAGED, starts=(0, 32)), {}, "16 programs"),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_says_what_it_does_not_take(case, options, reason):
     q, cache, positions = shapes_of(case)
     options = AttentionOptions(0.1, **options)

@@ -68,6 +68,7 @@ xla = jax.jit(partial(matmul, out_dtype=jnp.float32))
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name in SCHEMES])
 @given(seed=SEEDS, spread=st.integers(0, 9))
 @settings(max_examples=10)
+@pytest.mark.fast_cases(2)
 def test_products_of_odd_shapes_by_xla(name, seed, spread):
     rows, inputs, columns = PRODUCTS[name]
     cached = quantized(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
@@ -112,6 +113,7 @@ def compiled(backend: str):
 @pytest.mark.parametrize("name", GROUPS)
 @given(ends=ENDS, seed=SEEDS)
 @settings(max_examples=8)
+@pytest.mark.fast_cases(1)
 def test_products_of_any_groups(name, backend, ends, seed):
     sizes = tuple(np.diff(sorted(ends), prepend=0).tolist())
     dataclasses.replace(GROUPS[name], sizes=sizes).check(compiled(backend), seed, pack=backend == "tpu")

@@ -105,6 +105,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast_cases(1)
 def test_equals_what_layers_compute(name):
     case, has = CASES[name]
     check(case, **has)
@@ -149,6 +150,7 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
         ({"MOST_SHARES": 1}, True, True),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_shares_of_products_are_summed(limits, normed, before, monkeypatch):
     """In attention, or in a kernel before it where its programs or the shares are many."""
     for limit, value in limits.items():
@@ -246,6 +248,7 @@ def test_layers_that_it_takes():
 @pytest.mark.parametrize(
     ("scheme", "rows", "kernels", "normed"), [(None, 2, 0, True), ("mxfp4", 1, 1, True), ("int8", 5, 0, False)]
 )
+@pytest.mark.fast_cases(1)
 def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
     rng, shapes = np.random.default_rng(0), ((rows, 64), (64, 2, 4, 8), (5, 2, 16, 8), (5, 2, 16, 8))

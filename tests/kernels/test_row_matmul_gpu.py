@@ -49,6 +49,7 @@ def check(got, expected) -> None:
     "scheme",
     [pytest.param(x, marks=[] if x in (None, "int8", "mxfp4") else [pytest.mark.slow]) for x in (None, *SCHEMES)],
 )
+@pytest.mark.fast_cases(1)
 def test_rows_by_the_matrices_they_choose(scheme):
     """Inputs of very different sizes, outputs that do not fill their blocks; a group that nobody chose is not read."""
     rng, ids, rows = np.random.default_rng(0), np.array([2, 0, -1, 2]), np.array([0, 0, 1, 1])
@@ -133,6 +134,7 @@ def test_copies_lie_where_they_are_read(words, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("mxfp4", 1e30), ("int8", 1e-30), ("fp8", 1e30)])
+@pytest.mark.fast_cases(1)
 def test_inputs_of_any_size(scheme, size):
     """Beyond the range of float16: all as large as the largest, so that nothing may overflow either."""
     values, scales, exact = draw(scheme, (1, 128, 32))
@@ -270,6 +272,7 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
     ],
     ids=str,
 )
+@pytest.mark.fast_cases(1)
 def test_kernels_make_what_xla_makes(scheme, case, sizes):
     """On a CPU, where `matmul` is XLA's, kernels are interpreted. case: contracted and other dimensions, and whether an
     activation takes two of the latter."""

@@ -45,6 +45,7 @@ def model(request, checkpoint):
     return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
 
 
+@pytest.mark.fast_cases(1)
 def test_prompts_and_tokens_are_those_of_one_pass_of_transformers(model):
     """More prompts than rows, of different lengths; and NaN in every cell that is not valid changes nothing: neither a
     token nor, bit by bit, a logit."""

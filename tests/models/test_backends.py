@@ -136,6 +136,7 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint):
 
 
 @pytest.mark.parametrize(("quantization", "batch", "fused"), [("int8", 2, True), ("int8", 5, False), (None, 1, False)])
+@pytest.mark.fast_cases(1)
 def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, batch, fused, checkpoint):
     path, buckets = checkpoint("llama", num_hidden_layers=1), Buckets((16,), (batch,), (64,))
     options = dict(quantization=quantization, platform="gpu", scan=False)
@@ -233,6 +234,7 @@ def test_the_option_has_one_spelling():
         ("auto", {"decode_attention", "prefill_attention", "chunk_write", "mx_matmul", "expert_mlp"}),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_operations_are_left_to_xla(option, left):
     """By the kernels that a program calls."""
     buckets, stored = Buckets((16,), (2,), (128,)), Quantization.named("mxfp4")

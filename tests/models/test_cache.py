@@ -41,6 +41,7 @@ def model(request, llm_of, checkpoint):
     return llm_of(family, scan), checkpoint(family)
 
 
+@pytest.mark.fast_cases(1)
 def test_prefill_equals_one_pass_at_every_bucket_edge(model):
     llm, path = model
     (tokens,) = random_prompts([MAX_LEN])
@@ -53,6 +54,7 @@ def test_prefill_equals_one_pass_at_every_bucket_edge(model):
         np.testing.assert_allclose(logits, expected[:length], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.fast_cases(1)
 def test_decoding_equals_one_pass(model):
     """Prompts of different lengths share four rows; they grow past two wraps of a ring or to the last position."""
     llm, path = model
@@ -64,6 +66,7 @@ def test_decoding_equals_one_pass(model):
         assert_greedy(path, prompt, tokens)
 
 
+@pytest.mark.fast_cases(1)
 def test_poison_changes_nothing(model):
     """NaN in all that is not valid, at the start and before every dispatch: neither a token nor, bit by bit, a logit of
     a prompt of several chunks."""
@@ -87,6 +90,7 @@ def test_layers_that_repeat_are_stacked(llm_of):
 
 
 @pytest.mark.parametrize("options", [{"decode_steps": 1, "in_flight": 1}, {"in_flight": 4}], ids=str)
+@pytest.mark.fast_cases(1)
 def test_the_pace_of_the_host_changes_nothing(options, llm_of):
     """Tokens do not depend on the steps of a dispatch or on how many are under way."""
     llm, prompts = llm_of("gemma2"), random_prompts([3, 20, 9, 1, 30, 8], seed=4)

@@ -82,6 +82,7 @@ def reference_states(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.fast_cases(1)
 def test_features_are_the_residual_after_so_many_layers(target, scan):
     layers = (0, 5, 2, 7, 5)
     features, hidden = features_of(target, (*layers, LAYERS), scan=scan)

@@ -42,6 +42,7 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
         pytest.param("kimi_linear", {}, "fp8", marks=pytest.mark.release),
     ],
 )
+@pytest.mark.slow
 def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoint):
     """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not. What
     is not valid holds NaN, or other numbers, the second time, and changes nothing."""

@@ -64,6 +64,7 @@ def huginn(paths) -> LLM:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast_cases(1)
 def test_logits_equal_the_published_arithmetic(name, tmp_path):
     """By the published names of tensors; stacked layers outside the core, or none."""
     path, tokens = make_looped(tmp_path, CASES[name]), np.array(random_prompts([50])[0], np.int32)

@@ -207,6 +207,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.fast_cases(3)
 def test_layer(name):
     layer, weights = build(SPECS[name])
     x = np.random.default_rng(1).normal(size=(9, DIM)).astype(np.float32)
@@ -214,6 +215,7 @@ def test_layer(name):
 
 
 @pytest.mark.parametrize("backend", [Backend(), Backend(grouped_matmul="pallas_gpu")], ids=["xla", "gpu"])
+@pytest.mark.fast_cases(1)
 def test_a_row_alone(backend):
     """Nothing of it is masked. On GPUs the experts of the first are not sorted, those of the others are."""
     x = np.random.default_rng(1).normal(size=(1, DIM)).astype(np.float32)
@@ -232,6 +234,7 @@ def test_a_row_alone(backend):
         ("scaled inputs, shared with biases", "expert_mlp"),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_tpu_kernels(name, kernel):
     """Rows of one part of the batch are inactive, and NaN."""
     layer, weights = build(SPECS[name])

@@ -32,6 +32,7 @@ def llama(checkpoint) -> LLM:
         ("minicpm3", {"num_hidden_layers": 1}),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_packed_prompts_give_the_tokens_of_transformers(family, sizes, checkpoint):
     path = checkpoint(family, **sizes)
     assert_packed(build_llm(path, ONE_SIZE), path)
@@ -47,6 +48,7 @@ def assert_packed(llm: LLM, path: Path) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 def test_prompts_alone_have_the_same_tokens_and_logits(llama, checkpoint):
     """In steps of both sizes."""
     path, prompts = checkpoint("llama"), random_prompts(LENGTHS)

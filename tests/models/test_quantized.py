@@ -93,6 +93,7 @@ MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 @pytest.mark.parametrize("name", ALL)
 @given(w=MATRICES)
 @settings(max_examples=30)
+@pytest.mark.fast_cases(1)
 def test_codec_is_exact(name, w):
     scheme = ALL[name]
     cached = quantized(jnp.asarray(w), (0,), scheme)
@@ -334,6 +335,7 @@ def rounded_checkpoint(path, out, scheme: Scheme, head_dim: int):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_block", "mxfp4", "int4_g32"])
+@pytest.mark.fast_cases(1)
 def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path):
     """Of which the model is made too: where a quotient is between two codes, its rounding in float32 decides."""
     original, (prompt,) = checkpoint("llama"), random_prompts([20])
@@ -360,6 +362,7 @@ def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path):
     assert sum(a.nbytes for w in matrices for a in w.arrays) == numbers * bits // 8 + scales * scale
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_logits(checkpoint):
     path, (prompt,) = checkpoint("llama", num_hidden_layers=1, intermediate_size=64), random_prompts([20])
     buckets = Buckets(prefill=(16,), batch=(1,), cache=(32,))
@@ -399,6 +402,7 @@ def one_layer_of(checkpoint) -> Callable[[str], Path]:
         *(pytest.param(family, None, marks=pytest.mark.slow) for family in ("qwen3_5_text", "kimi_linear")),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_recurrent_layers_are_those_of_their_rounded_weights(family, parallel, one_layer_of):
     """Of the same model in float32 with these weights; over two chunks, so that the second goes on from a state."""
     path, (prompt,) = one_layer_of(family), random_prompts([27])
@@ -447,6 +451,7 @@ def test_stacked_layers_are_quantised_one_by_one(checkpoint):
 
 @pytest.mark.parametrize("name", ["int8", "mxfp4", "mxfp8_a8", "zeros"])
 @pytest.mark.parametrize(("layer", "rows"), [(None, 3), (1, 40)])
+@pytest.mark.fast_cases(4)
 def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
     rng, contracting = np.random.default_rng(rows), (3,) if layer else (2,)
     shape = (2, 4, 2, 64, 8) if layer else (4, 2, 64, 8)

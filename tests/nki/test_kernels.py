@@ -15,6 +15,7 @@ ALL = [(case, ("trn3", 1 + at % 2) if case.only_gen4 else PAIRS[at % 4]) for at,
 
 
 @pytest.mark.parametrize(("case", "pair"), ALL, ids=[f"{case.name}-{t}-lnc{n}" for case, (t, n) in ALL])
+@pytest.mark.fast_cases(25)
 def test_equals_the_oracle(case, pair):
     target, lnc = pair
     with simulator.session(target):

@@ -60,6 +60,7 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
         pytest.param(48, "pallas_tpu", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_equals_rows_alone(backend, group, monkeypatch):
     if backend == "pallas_gpu":
         kernels = partial(cascade_attention_gpu.cascade_attention, interpret=True)

@@ -35,6 +35,7 @@ def gradients_by_numpy(x, w, sizes, rows, slopes) -> tuple[np.ndarray, np.ndarra
     ],
     ids=["groups and rows of nothing", "every row once", "no row in any group"],
 )
+@pytest.mark.fast_cases(1)
 def test_gradients_equal_the_oracle(sizes, count, gathered, monkeypatch):
     """Of rows in several tiles. Rows of no group, and slopes of theirs, are NaN."""
     monkeypatch.setattr(grouped_gradients, "_TILE", 8)
@@ -61,6 +62,7 @@ def test_gradients_equal_the_oracle(sizes, count, gathered, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "mxfp4_a8"])
+@pytest.mark.fast_cases(1)
 def test_fake_quantised_groups_multiply_as_quantised_ones_do(name):
     """And gradients go straight through the rounding of inputs."""
     scheme, rng = QUANTIZATIONS[name], np.random.default_rng(0)

@@ -22,6 +22,7 @@ ROWS, INPUTS, OUTPUTS = 3, 256, 128
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 20, 24, 28, 36, 64, 128, 256, 768])
+@pytest.mark.fast_cases(4)
 def test_a_rotation_multiplies_by_a_hadamard_matrix(size):
     matrix = rotation_matrix(size)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-12)
@@ -81,6 +82,7 @@ def test_products_with_rotated_weights_are_those_of_the_weights_turned_back(name
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.fast_cases(1)
 def test_partial_sums_and_the_kernel_for_gpus_rotate_too(name):
     draw = np.random.default_rng(2).standard_normal
     scheme = Scheme(**{**vars(SCHEMES[name]), "rotation": 128})

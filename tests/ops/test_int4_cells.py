@@ -18,6 +18,7 @@ GENERATOR = np.random.default_rng(0)
 
 @pytest.mark.parametrize("size", [8, 64, 96])
 @pytest.mark.parametrize(("which", "cells"), [("k", KEYS), ("v", VALUES)])
+@pytest.mark.fast_cases(3)
 def test_numbers_are_those_of_numpy(size, which, cells):
     """But for those next to a border of rounding. The error is half a step at most, and a little where bfloat16 has
     rounded the largest magnitude down."""

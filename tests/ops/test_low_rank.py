@@ -64,6 +64,7 @@ def test_the_branch_is_added_before_the_activation(scheme, rotation, packed):
 
 
 @pytest.mark.parametrize(("rotation", "deferred"), [(0, True), (64, False)])
+@pytest.mark.fast_cases(1)
 def test_the_gpu_kernel_of_rows_adds_the_branch(rotation, deferred):
     """To split-K partial sums too, and before a norm's factor."""
     w, exact = weight("int4", rotation, packed=False)

@@ -126,6 +126,7 @@ def by_the_paper(
         *(("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_reads_what_the_paper_reads(kind, queries, backend, directions):
     it = inputs(kind, queries, directions, ONE_OF_EACH if backend == "pallas_tpu" else LENGTHS)
     sinks = np.random.default_rng(1).normal(size=(HEADS, GROUP)).astype(np.float32) if kind == "normal" else None
@@ -150,6 +151,7 @@ def test_reads_what_the_paper_reads(kind, queries, backend, directions):
     ("kind", "directions", "backend"),
     [("normal", WIDTH, "xla"), ("ties", WIDTH, "xla"), ("outliers", 4, "xla"), ("normal", WIDTH, "pallas_gpu")],
 )
+@pytest.mark.fast_cases(2)
 def test_pages_that_are_not_there(kind, directions, backend):
     """The best of the others are read, whatever is in their place, and they are counted as wanted."""
     it, rng = inputs(kind, directions=directions), np.random.default_rng(2)
@@ -199,6 +201,7 @@ def test_rows_within_what_is_read_attend_in_full():
 
 
 @pytest.mark.parametrize("count", [2, 5, 39])
+@pytest.mark.fast_cases(1)
 def test_many_blocks_are_sorted_and_few_are_counted(count, monkeypatch):
     """Both find the same blocks, of equal bounds the first; bounds that count for nothing may be anything."""
     rng = np.random.default_rng(count)

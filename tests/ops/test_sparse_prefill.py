@@ -129,6 +129,7 @@ SCORES = {"xattention": by_antidiagonals, "mean": by_means, "sample": by_samples
         *[("normal", "sample"), ("outliers", "sample")],
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_lists_what_the_paper_lists(kind, method):
     it, scores_of = inputs(kind), SCORES[method]
     options = AttentionOptions(SCALE)

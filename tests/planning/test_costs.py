@@ -188,6 +188,7 @@ def test_the_last_axis_takes_the_nearest():
         ("parcae-370m", "cp=2,tp=4"),
     ],
 )
+@pytest.mark.fast_cases(4)
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     it, rows, max_len = deployed(name, "v5e-8", parallel), 4, 4096
     shards = planned_shards(it.parallel)
@@ -214,6 +215,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
         ("huginn-3.5b", "tp=4,dp=2"),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     config, shards = config_from_hf(load(name)), planned_shards(Parallelism.parse(parallel))
     engine = EngineConfig.make("tpu", 16, 2048, shards=shards)
@@ -227,6 +229,7 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
 
 
 @pytest.mark.parametrize("rule", ["change", "kl"])
+@pytest.mark.fast_cases(1)
 def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded(rule):
     """As if none left it."""
     config, shards = config_from_hf(load("parcae-370m")), planned_shards(Parallelism.parse("cp=2,tp=2,dp=2"))

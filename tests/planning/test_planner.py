@@ -153,6 +153,7 @@ def test_as_many_drafts_as_pay():
     assert full[1].best.throughput == full[0].best.throughput
 
 
+@pytest.mark.slow
 def test_a_recurrent_draft_takes_its_states():
     """Those of its rows and snapshots, whose number is what memory is left for; and a draft's first step runs what it
     has yet to run, and leaves that in the states."""
@@ -252,6 +253,7 @@ def test_bounded_caches_that_cannot_be_planned():
         candidates(copies, 1)
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     arguments = ("--config", "llama3-8b", "--target", "v5e-8", "--input-len", "512", "--concurrency", "16")
     picture = tmp_path / "frontier.svg"
@@ -276,6 +278,7 @@ def test_command(tmp_path):
     ("name", "target", "weights"),
     [("gpt-oss-120b", "cuda:h100", "mxfp4"), ("deepseek-v3", "v6e-64", "fp8_block"), ("llama3-8b", "v5e-8", None)],
 )
+@pytest.mark.fast_cases(1)
 def test_plans_start_from_how_a_model_is_shipped(name, target, weights):
     hf = configs.load(name)
     config = config_from_hf(hf)

@@ -148,6 +148,7 @@ def test_a_workload_is_checked():
         Workload("a")
 
 
+@pytest.mark.slow
 def test_planning_starts_no_backend():
     script = (
         "import inferlib; inferlib.plan('llama3-8b', 'v5e-8'); inferlib.explain('llama3-8b', 'tp=8');"

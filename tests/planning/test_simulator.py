@@ -40,6 +40,7 @@ def deployed(name: str, target: str, parallel: str = "tp=1") -> Deployed:
 
 
 @pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']}-{run['max_batch']}")
+@pytest.mark.fast_cases(1)
 def test_runs_measured_on_an_h200(run, monkeypatch):
     """Within 10 %. They took as many prompt tokens a step as there were, whatever the step's room, and perhaps did not
     move rows."""
@@ -123,6 +124,7 @@ def test_one_request_by_hand():
 
 
 @pytest.mark.parametrize("parallel", ["tp=4", "tp=2,dp=2", "cp=2,tp=2"])
+@pytest.mark.fast_cases(1)
 def test_requests_come_when_they_are_offered(parallel):
     it = deployed("llama3-8b", "v5e-4", parallel)
     offers = at_rate(usual_trace(60), rate=6.0)

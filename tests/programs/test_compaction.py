@@ -41,6 +41,7 @@ def cells_of(array: np.ndarray, state: RowState, row: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.fast_cases(1)
 def test_due_rows_alone_are_compacted(together):
     state = random_state()
     shape = LAYERS, ROWS * COLUMNS, HEADS, SLOTS, SIZE

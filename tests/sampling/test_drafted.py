@@ -42,6 +42,7 @@ def at_once(logits, ints, floats, counts, generated, drafts, mode):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "logprobs"])
+@pytest.mark.fast_cases(1)
 def test_tokens_are_those_of_one_after_another(mode):
     rng = np.random.default_rng(3)
     ints, floats = pack([(params, 17 + i, (1,), [4, 5]) for i, params in enumerate(ROWS)])

@@ -109,6 +109,7 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.fast_cases(1)
 def test_distribution(name):
     """Draws over seeds and over positions, by chi-square; tokens that must not occur do not."""
     params, vocab, draws = DISTRIBUTIONS[name], 50, 12_288

@@ -22,6 +22,7 @@ def bench(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_run(address, tmp_path):
     """Every token is counted, and all times are there."""
     options = ["--requests", 6, "--prompt-tokens", 3, "--output-tokens", 9, "--ignore-eos", "--concurrency", 2]

@@ -38,6 +38,7 @@ def test_collectives_of_rarer_layers_are_those_promised(programs_of):
 
 
 @pytest.mark.parametrize("parallel", ["cp=2,tp=2,rules=helix", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
     programs = programs_of("llama", parallel)
     rows = programs.config.rows

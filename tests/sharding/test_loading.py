@@ -156,6 +156,7 @@ def laid_out(read: Callable[[str], np.ndarray], spec, model: AbstractModel) -> n
         ("biased", "cp=4,tp=2,rules=tp2d"),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_loaded_weights_are_laid_out(shape, parallel, shape_of, programs_of):
     model, shards = programs_of(shape, parallel).model, programs_of(shape, parallel).config.shards
     source = SafetensorsSource(shape_of(shape))

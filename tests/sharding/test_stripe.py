@@ -39,6 +39,7 @@ def merged(parts) -> jax.Array:
 
 
 @pytest.mark.parametrize(("count", "window", "ring"), [(4, None, False), (3, 12, False), (4, 12, True), (4, 7, True)])
+@pytest.mark.fast_cases(2)
 def test_shares_merge_to_the_whole(count, window, ring):
     """Chunks of queries, and rows at many lengths; windows that divide over the devices and one that does not."""
     rng, width = np.random.default_rng(count), 12

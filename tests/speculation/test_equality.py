@@ -38,6 +38,7 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
+@pytest.mark.slow
 def test_all_options_in_one_batch(path, without, expected, monkeypatch):
     """With cached prefixes, rows that lose their pages, and drafts of all kinds; the second time all is cached.
 
