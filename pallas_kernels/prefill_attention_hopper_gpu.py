@@ -158,7 +158,7 @@ class _Range(NamedTuple):
         """How many blocks are masked: those that the program reads first."""
         return self.inner - self.begin + self.end - self.outer
 
-    def __getitem__(self, i):
+    def nth(self, i):
         """The block that is read i-th."""
         behind = self.outer - self.inner + self.begin + i  # of those at the upper end
         at_end = jnp.where(i < self.inner - self.begin, self.begin + i, behind)
@@ -384,7 +384,7 @@ def _fetch(shape: Shape, inputs: _Inputs, shared: _Shared, blocks: _Range, chunk
 
     @pl.loop(0, blocks.count)
     def _(i) -> None:
-        block, stage, reused = blocks[i], lax.rem(i, jnp.int32(STAGES)), i >= STAGES
+        block, stage, reused = blocks.nth(i), lax.rem(i, jnp.int32(STAGES)), i >= STAGES
         if start is None:
             page, slots = shape.page_and_slots(inputs.table, chunk, block)
         else:
@@ -525,7 +525,7 @@ class _Step:
 
     def _masked(self, logits, i):
         """The logits, -inf where a query does not see the position."""
-        block = self.blocks[i]
+        block = self.blocks.nth(i)
         if self.listed is not None:
             block = self.listed[self.start + block]
         across = lambda x: lax.broadcast_in_dim(x, logits.shape, [0])  # noqa: E731
