@@ -57,7 +57,7 @@ def dealt(blocks: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array, jax.Arr
     """
     # Each prefix that is used has at most one chunk that is not full, so chunks of `most` blocks are enough.
     used, total = jnp.maximum(jnp.sum(blocks > 0), 1), jnp.sum(blocks)
-    least, most = jnp.maximum(_parts(total, jnp.stack([jnp.full_like(used, chunks), chunks - used + 1])), 1)
+    least, most = (jnp.maximum(_parts(total, n), 1) for n in (jnp.int32(chunks), chunks - used + 1))
     sizes = jnp.minimum(least + jnp.arange(_TRIED), most)
     enough = jnp.sum(_parts(blocks[:, None], sizes), axis=0) <= chunks
     size = jnp.min(jnp.where(enough, sizes, most))

@@ -7,9 +7,9 @@ called instead. XLA compiles equal kernels once, too.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from jax import export
 
 # The names of Mosaic's kernels in programs. JAX asks to be told of calls that other versions may not know.
 _CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
-_lock = threading.Lock()
-_lowered: dict[tuple, Future[export.Exported]] = {}
-# The thread of each program is within its trace, and may be within a mesh: this one is in neither.
+# The thread of each program is within its trace, and may be within a mesh: this one is in neither. As it is alone, it
+# lowers nothing twice.
 _thread = ThreadPoolExecutor(1, "inferlib-kernels")
 
 
@@ -28,15 +27,12 @@ def call_lowered(function: Callable, static: tuple, *arrays: Any) -> Any:
 
     static: what hashes. arrays: also trees of arrays. Raises what tracing and lowering raise.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    leaves, tree = jax.tree.flatten(shapes)
-    key = function, static, tree, tuple((x.shape, x.dtype) for x in leaves)
-    with _lock:
-        if key not in _lowered:
-            _lowered[key] = _thread.submit(_exported, function, static, shapes)
-    return _lowered[key].result().call(*arrays)
+    leaves, tree = jax.tree.flatten(arrays)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return _thread.submit(_exported, function, static, tree, shapes).result().call(*arrays)
 
 
-def _exported(function: Callable, static: tuple, shapes: tuple) -> export.Exported:
+@cache
+def _exported(function: Callable, static: tuple, tree: Any, shapes: tuple) -> export.Exported:
     jitted = jax.jit(lambda *arrays: function(*static, *arrays))
-    return export.export(jitted, platforms=("cuda",), disabled_checks=_CALLS)(*shapes)
+    return export.export(jitted, platforms=("cuda",), disabled_checks=_CALLS)(*tree.unflatten(shapes))

@@ -219,7 +219,7 @@ class ProgramSet:
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
         with explained(f"compiling '{key}'", self.demand):
-            with self._tracing:  # which is Python: threads that trace side by side would all compile late
+            with self._tracing:  # Python traces one at a time: side by side, all would start to compile late
                 lowered = self.lower(key)
             program = lowered.compile(self.options(key))
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)

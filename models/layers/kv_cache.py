@@ -45,8 +45,7 @@ def pages_at(table: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
 def divided(numbers: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder of numbers that are not negative; of others, any. `//` and `%` are twenty operations each,
     in every layer of a program."""
-    by_each = jnp.full_like(numbers, by)
-    return lax.div(numbers, by_each), lax.rem(numbers, by_each)
+    return lax.div(numbers, jnp.int32(by)), lax.rem(numbers, jnp.int32(by))
 
 
 @jax.tree_util.register_dataclass
