@@ -32,9 +32,9 @@ from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_s
 #   64 x 1 to 2048, lengths at random     82.7    3312    150.4
 #   64 x 2048, K 3, G 3, h 64             32.0    3150     36.9
 TILE_BYTES = 16 * 1024
-WARPS, STAGES = 4, 2
-PROGRAMS = 4 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
-CONCURRENT = 2 * 132  # up to so many programs all work at once, and a row's shares may be half as long
+WARPS = 4
+CONCURRENT = 2 * 132  # up to so many programs all work at once on an H100 or H200, and shares may be half as long
+EVEN_SHARE = 1024  # positions of the longest share of a row that leaves nothing to be balanced between rows
 SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
 
@@ -45,6 +45,12 @@ class Launch(NamedTuple):
 
     resident: int
     stages: int
+
+
+# Rows of unequal length are balanced by programs that follow others; equal ones take as many as work at once, with more
+# loads under way. (Attention of 8B from the projection's partial sums on, one H200, us: 8 rows x 2,176 positions 26.8
+# and 24.4, 16 x 2,048 41.7 and 39.5; one row of 2,048 and seven of 256 16.4 and 15.9.)
+BALANCED, EVEN = Launch(4 * 132, stages=2), Launch(CONCURRENT, stages=3)
 
 
 def decode_attention(
@@ -97,14 +103,14 @@ def attend_shares(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, K, C * G, h], `queries` C of a row, with sinks [K, C * G], to each share of the rows.
 
-    launch: by default as for queries of one row.
+    launch: by default as `tiling` chooses.
 
     Returns [splits, B, K, C * G, h], in q's dtype if rows are whole, else float32; and lses [splits, B, K, C * G],
     -inf of shares that are empty, whose other numbers may be anything.
     """
-    launch = launch or Launch(PROGRAMS, STAGES)
     rows, kv_heads, group, size = q.shape
-    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries, resident=launch.resident)
+    window = options.shared_window
+    split, launch = dealt(cache, rows, kv_heads, size, window=window, queries=queries, launch=launch)
     splits, (page, table) = split["splits"], page_specs(cache.k, cache.pages, 0, 1)
     kernel = functools.partial(_kernel, scale=options.scale, softcap=options.softcap, queries=queries, **split)
     return pl.pallas_call(
@@ -140,12 +146,13 @@ def dealt(
     *,
     window: int | None,
     queries: int = 1,
-    resident: int | None = None,
-) -> dict[str, Any]:
-    """How programs divide the rows of a cache: the kernels' arguments window, ring, block, splits, programs.
+    launch: Launch | None = None,
+) -> tuple[dict[str, Any], Launch]:
+    """How programs divide the rows of a cache: the kernels' arguments window, ring, block, splits, programs; and how
+    the kernel is launched.
 
-    queries: of a row. Raises ValueError if the cache does not have these rows, heads and size, for pages that are no
-    multiple of 16, and for a ring without a window.
+    queries: of a row. launch: None as `tiling` chooses. Raises ValueError if the cache does not have these rows, heads
+    and size, for pages that are no multiple of 16, and for a ring without a window.
     """
     k, v, ring, columns = cache.k, cache.values, cache.ring, cache.columns
     if k.shape != v.shape or (columns is None and k.shape[0] < rows) or (k.shape[1], k.shape[3]) != (kv_heads, size):
@@ -159,23 +166,29 @@ def dealt(
         window = min(window, slots)
     visible = None if window is None else window + queries - 1
     longest = min(n for n in (None if ring else slots, visible, cache.limit) if n is not None)
-    resident = resident or PROGRAMS
-    block, splits = tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, resident)
+    block, splits, launch = tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, launch)
     block = block if columns is None else math.gcd(block, k.shape[2])
-    return dict(window=window, ring=ring, block=block, splits=splits, programs=resident / kv_heads)
+    programs = launch.resident / kv_heads
+    return dict(window=window, ring=ring, block=block, splits=splits, programs=programs), launch
 
 
-def tiling(heads: int, row_bytes: int, longest: int, resident: int) -> tuple[int, int]:
-    """Positions per loop step, and the most shares of a row with at most `longest` visible positions.
+def tiling(heads: int, row_bytes: int, longest: int, launch: Launch | None = None) -> tuple[int, int, Launch]:
+    """Positions per loop step, the most shares of a row with at most `longest` visible positions, and the launch.
 
-    heads: B * K. Merging costs about 7 us at 64 x 8 heads. So rows stay whole if they fill the chip and none is so
-    long that it would finish far behind the others; otherwise rows longer than the average get more shares.
+    heads: B * K. launch: None chooses. Merging costs about 7 us at 64 x 8 heads. So rows stay whole if they fill the
+    chip and none is so long that it would finish far behind the others; otherwise rows longer than the average get more
+    shares, unless even shares are short enough.
     """
-    block = max(TILE_BYTES // row_bytes, 16)
-    even = resident // heads
-    splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
+    block, even = max(TILE_BYTES // row_bytes, 16), CONCURRENT // heads
+    fits = block * row_bytes <= TILE_BYTES  # an SM's memory has room for more stages
+    if launch is None and fits and longest <= even * EVEN_SHARE:
+        launch, splits = EVEN, even
+    else:
+        launch = launch or BALANCED
+        even = launch.resident // heads
+        splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
     short = SHORT_SHARE // 2 if heads * pl.cdiv(longest, SHORT_SHARE // 2) <= CONCURRENT else SHORT_SHARE
-    return block, min(splits, pl.cdiv(longest, max(block, short)))
+    return block, min(splits, pl.cdiv(longest, max(block, short))), launch
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -219,12 +232,7 @@ def _kernel(
     )
     share = share_of(lengths_ref, pl.program_id(0), split, **dealing)
     page = cells.page(share.start)
-    top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
-    total = jnp.zeros(heads.shape, jnp.float32)
-    if sinks_ref is not None:  # counted once, by the row's first share
-        sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0)
-        here = (split == 0) & (share.length > 0)
-        top, total = jnp.where(here, sinks, top), jnp.where(here, 1.0, total)
+    top, total = sums_before(sinks_ref, heads < group, (split == 0) & (share.length > 0))
     spans = None
     if queries > 1:
         last = share.length - queries + jnp.minimum(heads // (group // queries), queries - 1)
@@ -244,6 +252,18 @@ class Share(NamedTuple):
     first: jax.Array | int | None
     start: jax.Array
     stop: jax.Array
+
+
+def sums_before(sinks_ref, real: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit and the sum of exponentials [R] of queries that have seen no position, R = `real`.size.
+
+    The row's `first` share counts the sinks, sinks_ref [queries of the row] or None.
+    """
+    top, total = jnp.full(real.shape, -jnp.inf, jnp.float32), jnp.zeros(real.shape, jnp.float32)
+    if sinks_ref is None:
+        return top, total
+    sinks = plgpu.load(sinks_ref.at[jnp.arange(real.size)], mask=real, other=0).astype(jnp.float32)
+    return jnp.where(first, sinks, top), jnp.where(first, 1.0, total)
 
 
 def attend(
@@ -284,7 +304,7 @@ def attend(
         s = jnp.where(of_query, s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=1))
         # A query that has seen nothing yet has no largest logit to subtract.
-        base = new_top if spans is None else jnp.where(new_top > -jnp.inf, new_top, 0.0)
+        base = new_top if spans is None and first is None else jnp.where(new_top > -jnp.inf, new_top, 0.0)
         p = jnp.exp(s - base[:, None])
         decay = jnp.exp(top - base)
         values = plgpu.load(v_ref.at[at], mask=mask, other=0).astype(q.dtype)

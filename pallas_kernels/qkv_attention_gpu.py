@@ -45,7 +45,7 @@ def qkv_attention(
     """
     products, addend, squares, stored = _products(qkv)
     rows, kv_heads, _, size = products.shape[-4:]
-    split = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window)
+    split, launch = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window)
     inputs_norm = (None, 0.0)
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
@@ -71,7 +71,7 @@ def qkv_attention(
         *(lengths, products, cache.k, cache.values, addend, squares, transforms.bias, q_norm, k_norm, cos, sin),
         *(options.sinks, cache.pages),
     )
-    parts, lses, k, v = _call(kernel, operands, split["splits"], stored, interpret)
+    parts, lses, k, v = _call(kernel, operands, split["splits"], launch.stages, stored, interpret)
     out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
     return out, k, v
 
@@ -143,7 +143,7 @@ def _specs(x: _Operands) -> _Operands:
 
 
 def _call(
-    kernel: Callable[..., None], operands: _Operands, splits: int, stored: jax.typing.DTypeLike, interpret: bool
+    kernel: Callable[..., None], operands: _Operands, splits: int, stages: int, stored: Any, interpret: bool
 ) -> Sequence[jax.Array]:
     rows, kv_heads, heads, size = operands.products.shape[-4:]
     specs, shape = _specs(operands), (rows, kv_heads, heads - 2, size)
@@ -164,7 +164,7 @@ def _call(
             jax.ShapeDtypeStruct(operands.v.shape, operands.v.dtype),
         ],
         input_output_aliases={2: 2, 3: 3},
-        compiler_params=plgpu.CompilerParams(num_warps=over_cache.WARPS, num_stages=over_cache.STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=over_cache.WARPS, num_stages=stages),
         interpret=interpret,
         name="qkv_attention",
     )(*operands)
@@ -250,7 +250,7 @@ def _kernel(
         return rounded(x * cos + across * sin) if half else x
 
     tile, one = (heads.size, columns.size), columns.shape
-    # All loads come before the first reduction, see `partial_sums_gpu`.
+    # All loads come before the first reduction, see `partial_sums_gpu`; also those that find the first block's page.
     loaded_q, loaded_k = (load_heads(slot) for slot in (jnp.broadcast_to(heads[:, None], tile), jnp.full(one, group)))
     loaded_v = load_product(jnp.full(one, group + 1), columns)
     squares = load_squares(squares_ref, row)
@@ -259,35 +259,37 @@ def _kernel(
         angle = lax.rem(columns, half)
         cos = load(cos_ref, (angle,), turned, 1.0)
         sin = jnp.where(columns < half, -1.0, 1.0) * load(sin_ref, (angle,), turned)
-    factor = norm_factor(squares, *inputs_norm)
-
     cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
     dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
     share = over_cache.share_of(lengths_ref, row, split, **dealing)
     page = cells.page(share.start)
+    factor = norm_factor(squares, *inputs_norm)
 
     compute = jnp.promote_types(stored, k_ref.dtype)
     q = finished(loaded_q, q_weights).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
 
-    # The new cell belongs to the last share, which writes it; no program reads it from the cache.
     some, length = share.start < share.stop, share.length
-    owner = some & (share.stop == length)
-    key, value = finished(loaded_k, k_weights).astype(k_ref.dtype), product(loaded_v).astype(v_ref.dtype)
-    place, exists = cells.cell(jnp.maximum(length - 1, 0))
-    for ref, cell in ((k_out, key), (v_out, value)):
-        plgpu.store(ref.at[*place, columns], cell, mask=owner & exists & (columns < size))
-    logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
-    top = jnp.where(owner, over_cache.capped(logits * scale, softcap), -jnp.inf)
-    weight = total = jnp.where(owner, jnp.ones(heads.shape, jnp.float32), 0.0)
-    if sinks_ref is not None:  # the row's first share counts them, once
-        sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0).astype(jnp.float32)
-        here, cell = (split == 0) & (length > 0), top
-        top = jnp.where(here, jnp.maximum(cell, sinks), cell)
-        weight = jnp.where(owner, jnp.exp(cell - top), 0.0)
-        # Shares other than the owner's begin with the sink alone, which may be -inf.
-        total = weight + jnp.where(here, jnp.where(owner, jnp.exp(sinks - top), 1.0), 0.0)
-    acc = weight[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
-    older, carry = share._replace(stop=jnp.minimum(share.stop, length - 1)), (acc, top, total, *page)
-    acc, top, total = over_cache.attend(q, (cells, v_ref), older, carry, scale=scale, softcap=softcap)
+    top, total = over_cache.sums_before(sinks_ref, heads < group, (split == 0) & (length > 0))
+    older = share._replace(stop=jnp.minimum(share.stop, length - 1))
+    carry = jnp.zeros(tile, jnp.float32), top, total
+    carry = over_cache.attend(q, (cells, v_ref), older, (*carry, *page), scale=scale, softcap=softcap)
+
+    def with_new_cell(carry):
+        """Write the row's newest cell and attend to it."""
+        acc, top, total = carry
+        key, value = finished(loaded_k, k_weights).astype(k_ref.dtype), product(loaded_v).astype(v_ref.dtype)
+        place, exists = cells.cell(length - 1)
+        for ref, cell in ((k_out, key), (v_out, value)):
+            plgpu.store(ref.at[*place, columns], cell, mask=exists & (columns < size))
+        logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
+        logits = over_cache.capped(logits * scale, softcap)
+        new_top = jnp.maximum(top, logits)
+        weight, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
+        acc = acc * decay[:, None] + weight[:, None] * value.astype(jnp.float32)[None]
+        return acc, new_top, total * decay + weight
+
+    # The new cell belongs to the last share; no program reads it from the cache. It comes last, so that loads of older
+    # cells start earlier.
+    acc, top, total = lax.cond(some & (share.stop == length), with_new_cell, lambda carry: carry, carry)
     over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=some)

@@ -15,7 +15,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.expert_mlp import MOST_TOKENS, MOST_TOKENS_4_BIT
 from inferlib.ops.packed import MEMORY_BOUND_ROWS
 from inferlib.ops.quantized import Scheme
-from inferlib.pallas_kernels.decode_attention_gpu import PROGRAMS, power_of_two, tiling
+from inferlib.pallas_kernels.decode_attention_gpu import power_of_two, tiling
 from inferlib.planning import rates
 from inferlib.planning.network import ATTAINED
 from inferlib.planning.rates import Rate
@@ -88,7 +88,7 @@ def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
 def shares(heads: int, size: int, longest: int) -> int:
     """Shares of the positions of a row that decode attention's kernel for GPUs computes apart, in bfloat16: `heads` of
     the cache, of all rows, of this size."""
-    return tiling(heads, power_of_two(size) * 2, longest, PROGRAMS)[1]
+    return tiling(heads, power_of_two(size) * 2, longest)[1]
 
 
 def fetches_ahead(tokens: float, backend: Backend) -> bool:

@@ -15,7 +15,7 @@ from inferlib.attention_values import KvCache
 from inferlib.ops.choice import Choice
 from inferlib.ops.decode_attention import choose
 from inferlib.pallas_kernels import decode_attention_gpu
-from inferlib.pallas_kernels.decode_attention_gpu import decode_attention
+from inferlib.pallas_kernels.decode_attention_gpu import BALANCED, EVEN, Launch, decode_attention, tiling
 from tests.helpers.attention_calls import on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 
@@ -52,12 +52,18 @@ QUERIES = {
 }
 
 
+def balance(monkeypatch, programs: int) -> None:
+    """Divide all rows among so many programs, a longer row among more."""
+    monkeypatch.setattr(decode_attention_gpu, "CONCURRENT", 0)
+    monkeypatch.setattr(decode_attention_gpu, "BALANCED", Launch(programs, stages=2))
+
+
 @pytest.mark.parametrize("name", PAGES | RINGS | QUERIES)
 @pytest.mark.fast_cases(4)
 def test_pages_and_several_queries(name, monkeypatch):
     """In many shares or in few."""
     if "pages" in name:
-        monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 8)
+        balance(monkeypatch, programs=8)
     (PAGES | RINGS | QUERIES)[name].check(with_strange_ids(RUN) if name in PAGES else RUN)
 
 
@@ -95,8 +101,15 @@ def test_sinks_count_once(limit):
 
 
 def test_long_rows_get_more_shares(monkeypatch):
-    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
+    balance(monkeypatch, programs=24)
     Case((300, 20, 280), slots=300, options={"window": 250}).check(RUN)
+
+
+def test_shares_are_even_where_none_is_long():
+    for rows, longest, launch, splits in ((8, 2304, EVEN, 4), (32, 640, EVEN, 1), (8, 32768, BALANCED, 16)):
+        assert tiling(rows * 8, 256, longest) == (64, splits, launch)
+    assert tiling(64 * 8, 256, 640) == (64, 1, BALANCED)
+    assert tiling(8, 2048, 640)[2] == BALANCED  # blocks too large for a third stage
 
 
 def test_bad_shapes_and_options_are_refused():

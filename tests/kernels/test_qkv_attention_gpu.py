@@ -121,7 +121,8 @@ def test_nothing_is_written_to_pages_that_do_not_exist():
 
 
 def test_long_rows_get_more_shares(monkeypatch):
-    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
+    monkeypatch.setattr(decode_attention_gpu, "CONCURRENT", 0)
+    monkeypatch.setattr(decode_attention_gpu, "BALANCED", decode_attention_gpu.Launch(24, stages=2))
     check(SMALL((300, 20, 280), slots=64, columns=5))
 
 
@@ -182,7 +183,7 @@ def test_sums_are_rounded_as_products_are():
 def test_few_rows_get_shares_half_as_long():
     for rows, splits in ((1, 32), (2, 16), (64, 1)):
         k = jax.ShapeDtypeStruct((rows, 8, 2048, 128), jnp.bfloat16)
-        dealt = decode_attention_gpu.dealt(KvCache(k, k), rows, 8, 128, window=None)
+        dealt, _ = decode_attention_gpu.dealt(KvCache(k, k), rows, 8, 128, window=None)
         assert (dealt["block"], dealt["splits"]) == (64, splits)
 
 
