@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.pallas_kernels.lowered_once import call_lowered
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
 # Chosen by measuring tiles of 4-32 KB, 1-8 warps and 1-4 stages on an H200 (jax 0.11.2, bf16, K 8, G 4,
@@ -108,11 +109,25 @@ def attend_shares(
     Returns [splits, B, K, C * G, h], in q's dtype if rows are whole, else float32; and lses [splits, B, K, C * G],
     -inf of shares that are empty, whose other numbers may be anything.
     """
-    rows, kv_heads, group, size = q.shape
-    window = options.shared_window
+    weighing = options.scale, options.shared_window, options.softcap
+    return call_lowered(_attend_shares, (weighing, queries, launch), q, cache, lengths, sinks, interpret=interpret)
+
+
+def _attend_shares(
+    weighing: tuple[float, int | None, float | None],
+    queries: int,
+    launch: Launch | None,
+    q: jax.Array,
+    cache: KvCache,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    (rows, kv_heads, group, size), (scale, window, softcap) = q.shape, weighing
     split, launch = dealt(cache, rows, kv_heads, size, window=window, queries=queries, launch=launch)
     splits, (page, table) = split["splits"], page_specs(cache.k, cache.pages, 0, 1)
-    kernel = functools.partial(_kernel, scale=options.scale, softcap=options.softcap, queries=queries, **split)
+    kernel = functools.partial(_kernel, scale=scale, softcap=softcap, queries=queries, **split)
     return pl.pallas_call(
         kernel,
         grid=(rows, kv_heads, splits),
@@ -372,6 +387,10 @@ def merge(
 
     Parts whose lse is -inf are not read. Returns out [*heads, h] in `dtype`, lse [*heads].
     """
+    return call_lowered(_merge, (jnp.dtype(dtype),), parts, lses, interpret=interpret)
+
+
+def _merge(dtype, parts: jax.Array, lses: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     splits, *heads, size = parts.shape
     count = math.prod(heads)
     # All shares of some columns are in registers at once.

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import SharedPrefixes
 from inferlib.pallas_kernels.decode_attention_gpu import MERGED, WARPS, power_of_two
+from inferlib.pallas_kernels.lowered_once import call_lowered
 
 
 class Prefixes(NamedTuple):
@@ -58,16 +59,31 @@ def merge_prefixes(
 
     places [B] int32: which of the tiles' rows each row is. Returns out [B, K, G, h] in `dtype`, lse [B, K, G] float32.
     """
-    parts, lses = shares
-    (splits, rows, kv_heads, group, size), tile_splits = parts.shape, of_prefixes.outs.shape[0]
+    how = of_prefixes.width, (of_prefixes.strides, of_prefixes.lse_strides), jnp.dtype(dtype)
+    arrays = *shares, of_prefixes.outs, of_prefixes.lses, places, of_prefixes.tiles
+    return call_lowered(_merge, how, *arrays, interpret=interpret)
+
+
+def _merge(
+    width: int,
+    strides: tuple[Strides, Strides],
+    dtype,
+    *arrays: jax.Array | None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    parts, lses, outs, tile_lses, places, tiles = arrays
+    assert parts is not None
+    assert lses is not None
+    assert outs is not None
+    (splits, rows, kv_heads, group, size), tile_splits = parts.shape, outs.shape[0]
     count = rows * kv_heads * group
     columns = min(power_of_two(size), max(MERGED // power_of_two(splits + tile_splits, 1), 16))
     kernel = functools.partial(
         _merge_kernel,
         columns=columns,
         heads=(kv_heads, group),
-        width=of_prefixes.width,
-        strides=(of_prefixes.strides, of_prefixes.lse_strides),
+        width=width,
+        strides=strides,
     )
     out, lse = pl.pallas_call(
         kernel,
@@ -78,7 +94,7 @@ def merge_prefixes(
             pl.BlockSpec(),
             pl.BlockSpec(),
             pl.BlockSpec((rows,), lambda i, n: (0,)),
-            None if of_prefixes.tiles is None else pl.BlockSpec(),
+            None if tiles is None else pl.BlockSpec(),
         ],
         out_specs=[pl.BlockSpec((None, size), lambda i, n: (i, 0)), pl.BlockSpec((None,), lambda i, n: (i,))],
         out_shape=[jax.ShapeDtypeStruct((count, size), dtype), jax.ShapeDtypeStruct((count,), jnp.float32)],
@@ -88,10 +104,10 @@ def merge_prefixes(
     )(
         parts.reshape(splits, count, size),
         lses.reshape(splits, count),
-        of_prefixes.outs,
-        of_prefixes.lses,
+        outs,
+        tile_lses,
         places,
-        of_prefixes.tiles,
+        tiles,
     )
     return out.reshape(rows, kv_heads, group, size), lse.reshape(rows, kv_heads, group)
 

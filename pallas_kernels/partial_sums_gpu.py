@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.pallas_kernels.lowered_once import call_lowered
+
 TILE = 128  # columns of a program. It has 4 warps; 8 in `added`, which reads most (4 took 0.3 us more)
 
 
@@ -36,6 +38,11 @@ def summed(
     squares [M, P]: see `added`; the rows multiplied were a norm of `inputs` numbers without its factor, which the sums
     get here.
     """
+    how = inputs, eps, activation, jnp.dtype(dtype)
+    return call_lowered(_summed, how, partials, squares, addend, interpret=interpret)
+
+
+def _summed(inputs, eps, activation, dtype, partials, squares, addend, *, interpret: bool = False) -> jax.Array:
     _, rows, columns = partials.shape
     halves = 2 if activation else 1
     outputs = columns // halves
@@ -64,6 +71,10 @@ def added(
     """`partials` [S, M, D], residual [M, D], weight [D], addend [M, D] -> x [M, D], the sum over S plus addend,
     rounded, plus the residual; y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x
     squared."""
+    return call_lowered(_added, (), partials, residual, weight, addend, interpret=interpret)
+
+
+def _added(partials, residual, weight, addend, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows, width = residual.shape
     tiles = pl.cdiv(width, TILE)
 

@@ -7,7 +7,7 @@ for a few rows each of them takes longer to launch than to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
+from inferlib.pallas_kernels.lowered_once import call_lowered
 from inferlib.pallas_kernels.partial_sums_gpu import load_squares, norm_factor, summed
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
@@ -56,11 +57,10 @@ def qkv_attention(
             addend = None if addend is None else addend.reshape(rows, -1)
             products = summed(flat, squares, addend, **norm).reshape(products.shape[1:])
             addend = squares = None
-    kernel = partial(
-        _kernel,
+    how = dict(
         norm=transforms.norms and (transforms.eps, transforms.offset),
         inputs_norm=inputs_norm,
-        stored=stored,
+        stored=jnp.dtype(stored),
         scale=options.scale,
         softcap=options.softcap,
         **split,
@@ -71,7 +71,8 @@ def qkv_attention(
         *(lengths, products, cache.k, cache.values, addend, squares, transforms.bias, q_norm, k_norm, cos, sin),
         *(options.sinks, cache.pages),
     )
-    parts, lses, k, v = _call(kernel, operands, split["splits"], launch.stages, stored, interpret)
+    static = tuple(how.items()), launch.stages
+    parts, lses, k, v = call_lowered(_call, static, operands, interpret=interpret)
     out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
     return out, k, v
 
@@ -143,12 +144,14 @@ def _specs(x: _Operands) -> _Operands:
 
 
 def _call(
-    kernel: Callable[..., None], operands: _Operands, splits: int, stages: int, stored: Any, interpret: bool
+    static: tuple[tuple[str, Any], ...], stages: int, operands: _Operands, *, interpret: bool = False
 ) -> Sequence[jax.Array]:
+    how = dict(static)
+    splits, stored = how["splits"], how["stored"]
     rows, kv_heads, heads, size = operands.products.shape[-4:]
     specs, shape = _specs(operands), (rows, kv_heads, heads - 2, size)
     return pl.pallas_call(
-        kernel,
+        partial(_kernel, **how),
         grid=(rows, kv_heads, splits),
         in_specs=[*specs],
         out_specs=[

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 import jax
@@ -220,6 +220,7 @@ def finished(out: jax.Array, epilogue: Epilogue, inputs: int, *, interpret: bool
     return activation(*jnp.split(y.reshape(count, -1), 2, axis=1))
 
 
+@cache
 def _runs(activation) -> bool:
     """True if a kernel can compute the activation: Pallas has no erf on GPUs."""
     return "erf" not in str(jax.make_jaxpr(activation)(0.0, 0.0))

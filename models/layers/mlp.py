@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from statistics import NormalDist
 from typing import Any
 
@@ -41,6 +41,12 @@ def gated(activation: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array
     return ACTIVATIONS[activation](gate) * up
 
 
+@cache
+def gating(activation: Activation | ClampedSwiglu) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`gated` of this activation: always the same function, so that kernels which end with it are lowered once."""
+    return partial(gated, activation)
+
+
 class Mlp(nnx.Module):
     """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]: this device's part of the sum, without `down_bias`.
 
@@ -61,7 +67,7 @@ class Mlp(nnx.Module):
         spec, shards = self.spec, ctx.shards
         product: Callable[..., Any] = matmul_partials if partials else ctx.matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
-            hidden = ctx.matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
+            hidden = ctx.matmul(x, self.gate_up[...], activation=gating(spec.activation))
             return product(hidden, self.down[...])
         gate_up = shards.sum(ctx.matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
