@@ -17,7 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.pallas_kernels.lowered_once import call_lowered
 
-TILE = 128  # columns of a program. It has 4 warps; 8 in `added`, which reads most (4 took 0.3 us more)
+# Numbers that a program of 4 warps loads at once. (Sums of 8 partial sums and a norm of 16 rows x 4,096 columns on an
+# H200, us: 2.2 by tiles of 128 columns with 8 warps, 1.4 by tiles of 512 with 4; an activation 2.1 and 1.6.)
+LOADED = 4096
 
 
 def summed(
@@ -46,9 +48,10 @@ def _summed(inputs, eps, activation, dtype, partials, squares, addend, *, interp
     _, rows, columns = partials.shape
     halves = 2 if activation else 1
     outputs = columns // halves
+    tile, warps = _tile(partials.shape[0], most=256)
 
     def kernel(partials_ref, squares_ref, addend_ref, out_ref):
-        row, at = pl.program_id(1), pl.program_id(0) * TILE + jnp.arange(TILE)
+        row, at = pl.program_id(1), pl.program_id(0) * tile + jnp.arange(tile)
         squares, real = load_squares(squares_ref, row), at < outputs
         tiles = [_load_sums(partials_ref, addend_ref, row, n * outputs + at, real) for n in range(halves)]
         factor = norm_factor(squares, inputs, eps)
@@ -57,7 +60,7 @@ def _summed(inputs, eps, activation, dtype, partials, squares, addend, *, interp
         plgpu.store(out_ref.at[row, at], y, mask=at < outputs)
 
     out = jax.ShapeDtypeStruct((rows, outputs), dtype)
-    return _call(kernel, "summed", (partials, squares, addend), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
+    return _call(kernel, "summed", (partials, squares, addend), out, (pl.cdiv(outputs, tile), rows), warps, interpret)
 
 
 def added(
@@ -76,11 +79,12 @@ def added(
 
 def _added(partials, residual, weight, addend, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows, width = residual.shape
-    tiles = pl.cdiv(width, TILE)
+    size, warps = _tile(partials.shape[0], most=512)
+    tiles = pl.cdiv(width, size)
 
     def kernel(partials_ref, residual_ref, weight_ref, addend_ref, x_ref, y_ref, squares_ref):
         tile, row = pl.program_id(0), pl.program_id(1)
-        at = tile * TILE + jnp.arange(TILE)
+        at = tile * size + jnp.arange(size)
         real = at < width
         load = lambda ref, *place: plgpu.load(ref.at[(*place, at)], mask=real, other=0).astype(jnp.float32)  # noqa: E731
         parts, more = _load_sums(partials_ref, addend_ref, row, at, real)
@@ -94,7 +98,14 @@ def _added(partials, residual, weight, addend, *, interpret: bool = False) -> tu
 
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     out = [like, like, jax.ShapeDtypeStruct((rows, tiles), jnp.float32)]
-    return _call(kernel, "added", (partials, residual, weight, addend), out, (tiles, rows), 8, interpret)
+    return _call(kernel, "added", (partials, residual, weight, addend), out, (tiles, rows), warps, interpret)
+
+
+def _tile(splits: int, most: int) -> tuple[int, int]:
+    """The columns of a program that adds so many partial sums, at least 128, and its warps."""
+    splits = pl.next_power_of_2(splits)
+    columns = max(min(LOADED // splits, most), 128)
+    return columns, 4 if columns * splits <= LOADED else 8
 
 
 # A sum over a program's warps waits for them, and no load moves across it. So kernels load all that they need before
@@ -102,7 +113,7 @@ def _added(partials, residual, weight, addend, *, interpret: bool = False) -> tu
 
 
 def _load_sums(partials_ref, addend_ref, row, at, real) -> tuple:
-    """Partial sums [S, TILE] of a row's columns `at`, [TILE], and what is added to their sum, [TILE] or 0."""
+    """Partial sums [S, C] of a row's columns `at`, [C], and what is added to their sum, [C] or 0."""
     splits = partials_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(splits))[:, None]
     parts = plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0)
