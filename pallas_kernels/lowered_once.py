@@ -14,6 +14,9 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import AbstractMesh
+
+from inferlib.pallas_kernels import lowered_files
 
 # The names of Mosaic's and Triton's kernels in programs. JAX asks to be told of calls that other versions may not know.
 _NAMES = "mosaic_gpu", "mosaic_gpu_v2", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi"
@@ -27,16 +30,28 @@ def call_lowered(function: Callable, static: tuple, *arrays: Any, interpret: boo
     """`function(*static, *arrays)` of one GPU, lowered for CUDA when it is called with arrays of these shapes first.
 
     static: what hashes. arrays: also trees of arrays. interpret: the function takes this as well, and is called as it
-    is. Raises what tracing and lowering raise.
+    is; so it is where neither the program's mesh nor JAX has an NVIDIA GPU, and the program may be for a CPU. Raises
+    what tracing and lowering raise.
     """
     if interpret:
         return function(*static, *arrays, interpret=True)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if not (device or jax.devices()[0]).device_kind.startswith("NVIDIA"):
+        return function(*static, *arrays)
     leaves, tree = jax.tree.flatten(arrays)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _thread.submit(_exported, function, static, tree, shapes).result().call(*arrays)
+    return _thread.submit(_exported, function, static, tree, shapes, device).result().call(*leaves)
 
 
 @cache
-def _exported(function: Callable, static: tuple, tree: Any, shapes: tuple) -> export.Exported:
-    jitted = jax.jit(lambda *arrays: function(*static, *arrays))
-    return export.export(jitted, platforms=("cuda",), disabled_checks=_CALLS)(*tree.unflatten(shapes))
+def _exported(function: Callable, static: tuple, tree: Any, shapes: tuple, device: Any) -> export.Exported:
+    """device: the one that the program's mesh names, or None."""
+    path = lowered_files.path_of(function, static, tree, shapes, device)
+    if path is not None and (lowered := lowered_files.read(path)) is not None:
+        return lowered
+    jitted = jax.jit(lambda *leaves: function(*static, *tree.unflatten(leaves)))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = export.export(jitted, platforms=("cuda",), disabled_checks=_CALLS)(*shapes)
+    if path is not None:
+        lowered_files.write(path, lowered)
+    return lowered
