@@ -29,9 +29,9 @@ _thread = ThreadPoolExecutor(1, "inferlib-kernels")
 def call_lowered(function: Callable, static: tuple, *arrays: Any, interpret: bool = False) -> Any:
     """`function(*static, *arrays)` of one GPU, lowered for CUDA when it is called with arrays of these shapes first.
 
-    static: what hashes. arrays: also trees of arrays. interpret: the function takes this as well, and is called as it
-    is; so it is where neither the program's mesh nor JAX has an NVIDIA GPU, and the program may be for a CPU. Raises
-    what tracing and lowering raise.
+    static: what hashes. arrays: also trees of arrays. interpret: the function takes this as well, and is part of the
+    program. It is part of it as well where neither the program's mesh nor JAX has an NVIDIA GPU: the program may be for
+    a CPU. Raises what tracing and lowering raise.
     """
     if interpret:
         return function(*static, *arrays, interpret=True)
