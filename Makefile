@@ -12,11 +12,11 @@ demo: .venv/.demo
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not release" -n 2 --dist worksteal
 
-# The quick part: each kind of family, kernel and mesh once; no real weights.
+# The quick part, at most 8 minutes on two cores: families, kernels and meshes; no real weights.
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow and not release" -n 2 --dist worksteal
 
-# The other part: real weights, notebooks, many compilations.
+# The other part: what takes longer than two seconds, real weights, notebooks.
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not release" -n 2 --dist worksteal
 

@@ -409,6 +409,7 @@ def test_only_one_process_writes_a_directory(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there(model, copy, monkeypatch):
     before = {p.name: p.read_bytes() for p in copy.iterdir()}
 
@@ -471,6 +472,7 @@ def test_a_compiler_that_dies_fails_its_program_only(model, tmp_path, monkeypatc
     assert len(outcomes) == len(made.keys()) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="there are GPUs")
 def test_programs_for_gpus_need_gpus(model, tmp_path):
     outcomes, layouts = compile_programs(deployment_of(model, target="cuda"), deployment_of(model).keys(), tmp_path)

@@ -163,6 +163,7 @@ def test_every_program_of_a_set_passes():
         assert [str(f) for f in findings(programs("llama").lower(key, "neuron"))] == [], str(key)
 
 
+@pytest.mark.slow
 def test_what_is_written_otherwise_for_trainium_draws_the_same_tokens(monkeypatch):
     rng = np.random.default_rng(0)
     rows, vocab = 6, 501
@@ -257,6 +258,7 @@ def test_an_installed_compiler_is_run(model, tmp_path, monkeypatch):
     assert len(list((tmp_path / "out").glob("*.neff"))) == 4
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_told_and_nothing_is_written(model, tmp_path, monkeypatch):
     compiler(tmp_path, "echo '[NCC_EVRF007] too many instructions' >&2; exit 70", monkeypatch)
     result = run(model, "--out", str(tmp_path / "out"), "--json")
@@ -271,6 +273,7 @@ def test_several_devices_are_refused(model):
     assert "programs for trn2 are of one device so far" in result.output
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_a_core_is_refused_at_once():
     arguments = ["compile", "--config", "llama3-8b", "--dtype", "float32", "--target", "trn2", "--modes", "greedy"]
     result = CliRunner().invoke(app, [*arguments, "--batch-buckets", "1", "--json"])

@@ -75,6 +75,7 @@ def test_a_calibrated_model_loads_and_loses_less_than_nearest(model, calibrated)
     assert all(matrix.loss <= matrix.nearest for matrix in report.matrices)
 
 
+@pytest.mark.slow
 def test_nearest_writes_what_convert_and_llm_make(model, tmp_path):
     calibrate(model, tmp_path / "out", data=DATA, method="nearest", scheme="mxfp4", dtype="float32")
     llm = LLM(model, dtype="float32", quantization="mxfp4", max_batch=1, max_len=64, progress=False)
@@ -154,6 +155,7 @@ def test_experts_that_saw_no_token_are_counted(model, tmp_path):
     assert np.all(np.isfinite(load(tmp_path / "out").logits(PROMPT)))
 
 
+@pytest.mark.slow
 def test_adapters_fit_where_inputs_of_products_stayed(model, calibrated, tmp_path):
     export(calibrated.out, tmp_path / "exported")
     out, rotated = tmp_path / "out", tmp_path / "rotated"
@@ -175,6 +177,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_bits(model, calibrated, tmp_path, monkeypatch):
     layer, calls = Job.layer, []
 
@@ -199,6 +202,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(model, calibrated, tmp_path
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_of_a_layer_is_written_anew(model, tmp_path, monkeypatch):
     partial = tmp_path / "out.partial"
 
@@ -231,6 +235,7 @@ def test_damaged_and_strange_directories_are_named(model, tmp_path):
         calibrate(model, tmp_path / "out", data=DATA)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_the_run_goes_on_later(model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))

@@ -41,6 +41,7 @@ def silence(folder, layers) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speaks", [RUN[0], pytest.param(RUN[-1], marks=pytest.mark.slow)])
 def test_one_that_speaks_is_computed_exactly(speaks, model, tmp_path):
     """Where all others of a run add nothing, it does not matter whether they are side by side."""
@@ -54,6 +55,7 @@ def test_one_that_speaks_is_computed_exactly(speaks, model, tmp_path):
     np.testing.assert_allclose(build_llm(out, BUCKETS).logits(tokens), reference(model, tokens), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_error_is_told(model, tmp_path):
     report = fuse_feed_forwards(model, tmp_path / "fused", data=DATA, dtype="float32", progress=False)
     assert report.divergence.value > 0.01
@@ -97,6 +99,7 @@ def test_a_fused_feed_forward_is_the_sum(offset, model):
     np.testing.assert_allclose(got, sum(map(branch, layers)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_fused(model, tmp_path, checkpoint):
     with pytest.raises(ConfigError, match="no dense feed-forwards that follow one another"):
         fuse_feed_forwards(checkpoint("llama"), tmp_path / "out", data=DATA, progress=False)

@@ -90,6 +90,7 @@ def test_a_residual_that_cannot_be_rotated_is_an_error(name, tmp_path):
         job_of(path, "hadamard+gptq", "int4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -100,7 +101,6 @@ def test_a_residual_that_cannot_be_rotated_is_an_error(name, tmp_path):
         *marked("cohere2 smoothquant", "qwen2_moe smoothquant", mark=pytest.mark.release),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_a_smoothed_model_equals_the_original(name, kind, tmp_path):
     """As do models of the other families, whose layers have fewer places that take factors, or none."""
     family, options = SMOOTHED[name]

@@ -156,6 +156,7 @@ def test_dead_inputs_among_others_change_nothing():
     assert np.all(np.isfinite(rounded.values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "inputs", "experts"),
     [
@@ -166,7 +167,6 @@ def test_dead_inputs_among_others_change_nothing():
         ("mxfp4", (3, 2, 64, 16), (2,), True),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_stored_arrays_equal_those_of_quantize(name, shape, inputs, experts):
     scheme, form = QUANTIZATIONS[name], MatrixForm(shape, inputs, experts)
     w = jax.random.normal(jax.random.key(0), shape)

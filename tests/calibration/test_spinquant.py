@@ -136,6 +136,7 @@ def test_a_damaged_file_of_rotations_is_named(tmp_path):
 # ---- refusals
 
 
+@pytest.mark.slow
 def test_layers_without_gradients_are_refused(tmp_path, monkeypatch):
     """Experts that multiply as they do where nothing is learned; else they are learned with."""
     job = job_of(make_checkpoint(tmp_path, "mixtral", **_TWO), "spinquant+gptq", "int4")

@@ -84,6 +84,7 @@ def test_a_merged_adapter_equals_a_merge_by_hand(llama, tmp_path, rslora, parall
     assert sorted(path.name for path in llama.iterdir()) == sorted(path.name for path in expected.iterdir())
 
 
+@pytest.mark.slow
 def test_fused_projections_and_weights_that_are_transposed(checkpoint, tmp_path):
     """GPT-2's queries, keys and values are one module, whose weight is [in, out]."""
     gpt2 = checkpoint("gpt2", num_hidden_layers=2)

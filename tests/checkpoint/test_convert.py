@@ -117,6 +117,7 @@ def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", scan
 # ---- the same weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "parallel"),
     [
@@ -125,30 +126,33 @@ def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", scan
         for p in meshes
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_saved_on_four_devices_restored_on_others(shape, parallel, checkpoint, converted):
     assert_same(converted(shape), checkpoint(shape), "float32", parallel)
 
 
+@pytest.mark.slow
 def test_saved_on_others(checkpoint, converted):
     assert_same(converted("smollm2", parallel="tp=2,dp=2"), checkpoint("smollm2"), "float32", "tp=4")
 
 
+@pytest.mark.slow
 def test_experts_saved_where_they_do_not_divide(checkpoint, converted):
     assert_same(converted("experts", parallel="ep=2,tp=2"), checkpoint("experts"), "float32", "ep=4")
 
 
+@pytest.mark.slow
 def test_stacked_layers(checkpoint, converted):
     """A pattern of two that repeats, then a layer alone."""
     assert_same(converted("gemma3"), checkpoint("gemma3"), "float32", "tp=4", scan=True)
 
 
+@pytest.mark.slow
 def test_stacked_experts(checkpoint, converted):
     assert_same(converted("fused experts"), checkpoint("fused experts"), "bfloat16", "ep=2", scan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["", "tp=4"])
-@pytest.mark.fast_cases(1)
 def test_types(parallel, checkpoint, converted):
     """As stored, rounded once, widened."""
     original, narrow = checkpoint("smollm2"), converted("smollm2", "bfloat16")
@@ -251,6 +255,7 @@ def assert_same_text(got: ModelFiles, want: ModelFiles) -> None:
     assert got.tokenizer.chat_template.render(messages) == want.tokenizer.chat_template.render(messages)
 
 
+@pytest.mark.slow
 def test_gguf(tmp_path):
     rng = np.random.default_rng(0)
     tokens = ["<unk>", "<bos>", "<eos>", "<|im_end|>", *"abcdefghi", "Ġ", "ab"]
@@ -366,6 +371,7 @@ def on_second_save(monkeypatch, act: Callable[[], None]) -> None:
     monkeypatch.setattr(ocp.Checkpointer, "save", acting)
 
 
+@pytest.mark.slow
 def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     def fail():
         raise ValueError("No space left on device")
@@ -420,6 +426,7 @@ def test_one_conversion_writes_at_a_time(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
+@pytest.mark.slow
 def test_writes_that_fail_together_are_one_line(checkpoint, tmp_path):
     """Orbax writes the arrays of a layer side by side: all of them fail where files may not grow, and it would print
     each failure that nobody waits for."""

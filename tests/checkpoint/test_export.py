@@ -115,6 +115,7 @@ def test_it_is_the_model_of_the_other_format(model, tmp_path):
     np.testing.assert_allclose(logits_of(out), logits_of(tmp_path / "calibrated"), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "method", "words"),
     [
@@ -124,7 +125,6 @@ def test_it_is_the_model_of_the_other_format(model, tmp_path):
         ("gpt_oss", "int8", "nearest", "has all experts of a layer"),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path, family, scheme, method, words):
     path = checkpoint(model, tmp_path / "model", family, num_hidden_layers=1)
     with pytest.raises(ConfigurationError, match=words):
@@ -132,6 +132,7 @@ def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path,
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_only_quantised_directories_of_this_library_are_exported(model, tmp_path):
     converted = tmp_path / "converted"
     convert(model, converted, progress=False)

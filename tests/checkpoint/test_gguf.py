@@ -274,6 +274,7 @@ def test_metadata_types(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_every_truncation_is_an_error_that_names_the_file(tmp_path):
     path = small(tmp_path / "m.gguf")
     whole = path.read_bytes()
@@ -292,6 +293,7 @@ def test_truncation_says_how_much_is_missing(tmp_path):
         GGUFCheckpoint(path)
 
 
+@pytest.mark.slow
 def test_any_damage_to_the_header_is_an_error_or_harmless(tmp_path):
     path = small(tmp_path / "m.gguf")
     whole, rng = path.read_bytes(), np.random.default_rng(0)

@@ -171,6 +171,7 @@ def test_a_local_directory_comes_first_if_it_exists(serve, checkpoint):
     assert read_config(f"hf:{NAME}") == {}
 
 
+@pytest.mark.slow
 def test_a_command_takes_a_name_with_the_settings_of_the_environment(tmp_path, checkpoint):
     with StandIn.of(NAME, checkpoint("llama")).serve() as hub:
         hub.gated = True

@@ -122,6 +122,7 @@ def test_experts_are_laid_out(form, parallel, scan):
     assert sum(advanced) == sum(x.nbytes for x in source.values())
 
 
+@pytest.mark.slow
 def test_experts_load_without_compiling(tmp_path, monkeypatch):
     """With functions that were compiled earlier; those that are recorded make nothing."""
     path = make_checkpoint(tmp_path, "qwen2_moe", num_hidden_layers=2)

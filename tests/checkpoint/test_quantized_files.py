@@ -89,8 +89,8 @@ SLOW = ("fp8 by tensor", "transformers fp8 by tensor, experts", "int8 by tensor 
 STACKED = ("gpt-oss", "int4 by group")  # on one device as well, where layers are stacked or not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in SHIPPED])
-@pytest.mark.fast_cases(1)
 def test_shipped_weights_are_kept(case, tmp_path, caplog):
     path, dense = ship(case, tmp_path)
     scheme = form_of(SHIPPED[case][1]).scheme
@@ -177,8 +177,8 @@ def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
                     np.testing.assert_array_equal(got[: len(want)], want, err_msg=f"{source.name} {weight.name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["awq experts", "int8 by channel with zero points"])
-@pytest.mark.fast_cases(1)
 def test_logits_are_those_of_the_weights_they_stand_for(case, tmp_path):
     path, dense = ship(case, tmp_path)
     (prompt,) = random_prompts([12])

@@ -168,6 +168,7 @@ def test_truncated_data_says_how_much_is_missing(tmp_path):
         SafetensorsSource(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_truncation_and_any_damage_to_the_header_is_an_error_or_harmless(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(tensors("ab"), path)

@@ -33,6 +33,7 @@ def engine_config(llm: LLM, **changes) -> EngineConfig:
     return replace(llm.config, scan=True, **changes)
 
 
+@pytest.mark.slow
 def test_programs_run_on_weights_in_any_layout(llm, monkeypatch):
     """Stacked and single weights, every dimension the other way round; the same tokens as in the usual layout. The
     weights decide; programs do below."""

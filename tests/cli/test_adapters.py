@@ -58,6 +58,7 @@ def test_texts_and_lines(inferlib, adapters, texts, tmp_path):
     assert "no adapter is called 'x'; those that are loaded: 'a', 'b'" in made[4]["error"]
 
 
+@pytest.mark.slow
 def test_chats_and_vectors(inferlib, adapters, tmp_path):
     options = ("--max-batch", "2", *option(adapters))
     answers = {}

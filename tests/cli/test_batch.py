@@ -88,6 +88,7 @@ def test_every_kind_of_line(batch):
     assert results[5]["outputs"][0]["token_ids"] == [5] * 254
 
 
+@pytest.mark.slow
 def test_prompts_of_a_chat(batch):
     batch.write({"prompt": "hello"}, {"prompt_token_ids": [7, 8]})
     assert batch.run("--chat", "--system", "s").exit_code == 0
@@ -97,6 +98,7 @@ def test_prompts_of_a_chat(batch):
     assert batch.tokens()[2] == llm.generate([7, 8], GREEDY)[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_lines_that_begin_alike_share_what_is_cached(batch):
     """Within a salt. The summary says how much."""
     text = "shared by lines " * 5
@@ -141,6 +143,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 def test_lines_that_follow_a_grammar(batch, tmp_path):
     """That of the options, their own, none that can be used, and one of which the rest of the line leaves nothing."""
     file = tmp_path / "schema.json"
@@ -165,6 +168,7 @@ def test_lines_that_follow_a_grammar(batch, tmp_path):
     assert "there is json and regex" in error_of(batch.run("--json-schema", file, "--regex", "a", "--overwrite"))
 
 
+@pytest.mark.fast_cases(1)
 def test_bad_lines_report_and_the_rest_completes(batch):
     good = {"prompt": "fine"}
     batch.write(*[line for bad, _ in BAD for line in (bad, good)])
@@ -194,6 +198,7 @@ def test_an_empty_file(batch):
     assert batch.target.read_bytes() == b""
 
 
+@pytest.mark.slow
 def test_lines_are_read_as_they_are_needed(inferlib):
     """At most four per row of the batch are prepared ahead of the results."""
     llm, prepared, most = inferlib.llm, 0, 0
@@ -312,6 +317,7 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_full_disk(batch):
     batch.write(*({"prompt": f"line {i}"} for i in range(6)))
     assert batch.run(*SAMPLING).exit_code == 0

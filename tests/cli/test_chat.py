@@ -27,6 +27,7 @@ def answers_of(inferlib, lines: str, *options: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_conversation_remembers_until_it_is_reset(inferlib):
     first, second, again, *rest = answers_of(inferlib, "hi\nhi\n/reset\nhi\n\n/exit\nnot read\n")
     assert first == again != second

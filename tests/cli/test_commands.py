@@ -45,6 +45,7 @@ def test_help_does_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_options():
     """As bash asks for it, once `inferlib --install-completion` has told it how."""
     for words, expected in (("inferlib gen", ["generate"]), ("inferlib generate --max-l", ["--max-len"])):
@@ -54,6 +55,7 @@ def test_a_shell_completes_commands_and_options():
         assert done.stdout.split() == expected
 
 
+@pytest.mark.slow
 def test_python_runs_the_commands():
     """And its help and errors name a command that works there."""
     command = [sys.executable, "-P", "-m", "inferlib"]
@@ -210,6 +212,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
 # ---- prompts and output
 
 
+@pytest.mark.slow
 def test_text_goes_to_stdout_and_one_line_of_numbers_to_stderr(inferlib):
     result = inferlib.generate("hello")
     assert result.exit_code == 0, result.output
@@ -282,6 +285,7 @@ def test_json(inferlib):
     assert first["prompt_logprobs"][1][0]["token_id"] == expected.prompt_token_ids[1]
 
 
+@pytest.mark.slow
 def test_sampling_with_several_outputs(inferlib):
     outputs = json.loads(inferlib.generate("--json", "--temperature", "1", "--n", "3", "ab").stdout)["outputs"]
     assert len({tuple(output["token_ids"]) for output in outputs}) == 3
@@ -299,6 +303,7 @@ def test_stream_gives_the_same_text(inferlib):
     assert "5 prompt tokens, 8 generated" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_stream(inferlib):
     """The whole command on a terminal, where a spinner and a progress bar come before the text."""
     parent, child = pty.openpty()

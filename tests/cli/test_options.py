@@ -207,8 +207,8 @@ def problem(words: list[str], result: Result) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*COMMANDS, "files"])
-@pytest.mark.fast_cases(1)
 def test_wrong_values_end_a_command_with_one_line(case, good, paths, tmp_path, monkeypatch):
     """A new command needs its entry in `good`."""
     monkeypatch.chdir(tmp_path)

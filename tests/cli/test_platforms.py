@@ -24,6 +24,7 @@ print("libtpu" in open("/proc/self/maps").read())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 @pytest.mark.skipif(platforms.has_tpu(), reason="there are TPUs")

@@ -119,6 +119,7 @@ def test_evaluation(path, monkeypatch):
     report(problems(inferlib.evaluate, good, [*good, "revision"]))
 
 
+@pytest.mark.slow
 def test_conversion(path, tmp_path):
     good = {"model": path, "out": tmp_path / "out", "dtype": "float32", "progress": False}
     report(problems(inferlib.convert, good, [*good, "quantization", "parallel", "revision"]))

@@ -24,6 +24,7 @@ def model(tmp_path_factory) -> str:
     return str(make_model(tmp_path_factory.mktemp("batch"), layers=1))
 
 
+@pytest.mark.slow
 def test_rows_and_what_is_wrong_with_them(model):
     """One replica, without a cluster."""
     chat = [{"role": "user", "content": "hello"}]

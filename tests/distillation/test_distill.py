@@ -91,6 +91,7 @@ def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_pa
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_measured_again(model, texts, whole):
     before = losses(whole)
     distill_eagle3(str(model), texts, whole, DistillSettings(**SMALL))
@@ -114,6 +115,7 @@ def test_a_head_learns_what_its_target_goes_on_with(model, texts, tmp_path):
     assert result.acceptance > 3 / 64
 
 
+@pytest.mark.slow
 def test_the_step_compiles_once(model, texts, whole):
     run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
     state = run.first_state()
@@ -122,6 +124,7 @@ def test_the_step_compiles_once(model, texts, whole):
     assert run.step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_head_begins_with_features_of_size_one(model, texts, whole):
     """Whatever sizes the target's hidden states have, here much more than 1."""
     run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
@@ -194,6 +197,7 @@ def test_wrong_settings_are_refused(options, message):
         DistillSettings(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -218,6 +222,7 @@ def test_a_directory_of_something_else_is_refused(model, texts, tmp_path):
         distill_eagle3(str(model), texts, tmp_path, DistillSettings(**SMALL))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_a_verification_gives(model, texts, whole):
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     words = ["distill", "eagle3", "--model", str(model), "--data", str(texts), "--out", str(whole), *options]

@@ -90,10 +90,10 @@ def drafted(trained: Trained, row: int, position: int) -> np.ndarray:
     return np.concatenate(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "position"), [pytest.param(0, 0, marks=pytest.mark.slow), (1, 4), (2, LENGTH - PASSES - 1)]
 )
-@pytest.mark.fast_cases(1)
 def test_passes_equal_drafting_a_token_at_a_time(trained, row, position):
     logits = np.stack([x[row, position] for x in trained.logits()])
     expected = drafted(trained, row, position)
@@ -105,6 +105,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return y / y.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_the_loss_is_cross_entropy_with_what_the_target_says(trained):
     """Written down with loops. Half of the chains begin with the right draft, so that some stand."""
     logits = [x.astype(np.float64) for x in trained.logits()]
@@ -135,6 +136,7 @@ def test_the_loss_is_cross_entropy_with_what_the_target_says(trained):
     assert metrics.standing > 0
 
 
+@pytest.mark.slow
 def test_what_is_behind_a_row_changes_nothing(trained):
     """Rolled, the first positions are behind the row: what the target says of them is of no draft."""
     garbage = trained.outputs._replace(

@@ -36,6 +36,7 @@ def test_the_command_writes_a_report(tmp_path):
     assert str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found(monkeypatch, tmp_path):
     right = trials.product(MxMatmul("int8", 4, 256, 128), "pallas_tpu")
     wrong = Trial(lambda *arrays: right.kernel(*arrays).at[2, 5:].multiply(1.2), right.oracle, right.arrays)

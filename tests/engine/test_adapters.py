@@ -139,6 +139,7 @@ def assert_idle(llm: LLM) -> None:
     assert_accounted(llm.engine)
 
 
+@pytest.mark.slow
 def test_each_row_has_its_adapter(llm, expected):
     """More rows than may run, more adapters than slots; the adapters differ in what they generate."""
     compute = expected("llama")
@@ -149,6 +150,7 @@ def test_each_row_has_its_adapter(llm, expected):
     assert llm.stats.adapter_evictions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -163,6 +165,7 @@ def test_families_stacks_and_patterns(family, options, written, expected):
     assert_as_merged(build(*written(family), **options), expected(family))
 
 
+@pytest.mark.slow
 def test_room_for_some_parts(written, without_adapters, tmp_path):
     """Adapters of queries have no factors beside other weights; adapters of others are refused."""
     path, adapters = written("llama")
@@ -175,6 +178,7 @@ def test_room_for_some_parts(written, without_adapters, tmp_path):
         llm.load_adapter("more", adapters["second"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -271,6 +275,7 @@ def _change(values: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) ->
     return change.reshape(shape)
 
 
+@pytest.mark.slow
 def test_prompts_share_pages_by_their_adapter(llm, expected):
     """Of equal adapters under two names too, but never of others; and a salt keeps users of one adapter apart."""
     prompt, compute = random_prompts([40], seed=77)[0], expected("llama")
@@ -288,6 +293,7 @@ def test_prompts_share_pages_by_their_adapter(llm, expected):
     llm.unload_adapter("again")
 
 
+@pytest.mark.slow
 def test_nothing_compiles_while_adapters_come_and_go(written, expected):
     """After warm-up, which nothing follows: adapters that are loaded, evicted, unloaded while their requests run."""
     path, adapters = written("llama")
@@ -315,6 +321,7 @@ def test_nothing_compiles_while_adapters_come_and_go(written, expected):
     assert llm.stats.program_misses == 0
 
 
+@pytest.mark.slow
 def test_rows_that_are_preempted_cancelled_or_lost(llm, expected):
     """With pages for a row and a half, NaN in whatever is not valid, streams that are left, and a failed program."""
     compute, more = expected("llama"), dataclasses.replace(GREEDY, max_tokens=30)
@@ -386,6 +393,7 @@ def test_a_model_that_slept_has_its_adapters(llm, expected):
     assert tokens_of(llm.generate(PROMPTS[0], GREEDY, adapter="first")) == [wanted]
 
 
+@pytest.mark.slow
 def test_other_ways_to_ask(llm, expected):
     """Streams, beams, vectors and one name for all prompts."""
     compute = expected("llama")

@@ -75,6 +75,7 @@ def test_streams_give_what_generate_gives(small, expected):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_every_kind_of_output(small):
     """Several outputs, stop strings, log-probabilities, those of the prompt, and a chat template."""
     free = small.generate(PROMPTS[0], SamplingParams(seed=3, max_tokens=20, ignore_eos=True))[0].outputs[0].text
@@ -135,6 +136,7 @@ def test_one_wake_up_a_dispatch(small):
 # ---- leaving
 
 
+@pytest.mark.slow
 def test_hundreds_of_streams_half_of_them_dropped(small, expected):
     """At random moments, in all ways there are: nothing leaks, and what is read to its end is right."""
     rng = np.random.default_rng(42)

@@ -37,8 +37,8 @@ def test_beams_of_one_length_are_transformers(width, llama, checkpoint):
         assert [o.sequences[0].tokens for o in outputs] == [g.prompt_token_ids + g.outputs[0].token_ids for g in greedy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
-@pytest.mark.fast_cases(1)
 def test_beams_that_end_are_transformers(penalty, llama, checkpoint, monkeypatch):
     """Common tokens end a continuation here, so those of several lengths compete, and searches end early."""
     params = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=penalty)

@@ -201,6 +201,7 @@ def test_a_row_has_the_cells_that_its_policy_keeps(kind, prompt, bounded, llama)
         engine.cancel(s)
 
 
+@pytest.mark.slow
 def test_attention_is_counted_as_it_is_computed(bounded):
     """Each query's weights add up to one, and a row that is compacted drops those of the cells that it drops."""
     llm = bounded("llama scan h2o")
@@ -353,6 +354,7 @@ def test_models_that_cannot():
         Deployment(shape, "cpu", "bfloat16", Buckets((32,), (1,), (512,)), split, cache_policy="h2o:128").planned()
 
 
+@pytest.mark.slow
 def test_plans_commands_and_artifacts_know_them():
     """A row of 2048 positions keeps 512, and while its prompt is prefilled 512 more."""
     shown = [

@@ -81,6 +81,7 @@ def test_turns_keep_products_and_share_what_varies(rank):
         np.testing.assert_allclose(of_keys, of_queries, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_turned_model_has_the_logits_of_the_original(path):
     """In float32, before anything is rounded."""
     files = ModelFiles.open(path)

@@ -77,6 +77,7 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
 OPTIONS = [{}, {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int4"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param(options, marks=pytest.mark.slow if options else [], id=str(options)) for options in OPTIONS],

@@ -92,6 +92,7 @@ def test_prompts_share_pages_with_those_of_their_depth_alone(llm, expected):
     assert min(hits) > 0
 
 
+@pytest.mark.slow
 def test_steps_that_no_row_takes_are_not_run(llm):
     """Their cells are as they were."""
     with new_engine(llm) as engine:

@@ -160,6 +160,7 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.slow
 def test_kill_while_writing(tmp_path):
     """Whenever a writer is killed, every file that is there is whole."""
     root, environ = Path(__file__).parents[2], os.environ | {"JAX_PLATFORMS": "cpu"}

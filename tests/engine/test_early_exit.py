@@ -124,6 +124,7 @@ def test_rows_that_are_preempted(llm, expected):
         assert answers_of(llm, PROMPTS, PARAMS) == expected
 
 
+@pytest.mark.slow
 def test_depths_of_a_stream_that_a_stop_token_ends(llm, expected):
     tokens, depths = expected[0]
     count = next(i for i in range(8, len(tokens)) if tokens[i] not in tokens[:i]) + 1
@@ -140,6 +141,7 @@ def test_depths_of_a_stream_that_a_stop_token_ends(llm, expected):
     assert len(answers[-1].tokens) == count
 
 
+@pytest.mark.slow
 def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
     hits = []
     with new_engine(llm):
@@ -153,6 +155,7 @@ def test_prompts_share_pages_with_those_of_their_threshold_alone(llm):
     assert hits[3] > 0
 
 
+@pytest.mark.slow
 def test_cells_of_steps_that_are_left_out_are_those_of_the_last(llm):
     """A threshold that every step meets is a depth of one."""
     first = replace(GREEDY, depth=1)

@@ -30,8 +30,8 @@ def built(checkpoint, case):
     return path, build_llm(path, options.pop("buckets", Buckets((8,), (4,), (64,))), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])
-@pytest.mark.fast_cases(1)
 def test_embeddings_are_transformers_hidden_states(case, checkpoint):
     """Nothing compiles after a warm-up for them; in no order do prompts change each other."""
     path, llm = built(checkpoint, case)

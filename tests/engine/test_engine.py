@@ -56,6 +56,7 @@ def test_any_traffic_is_served_completely_and_in_order(case):
     assert_served(sequences, case)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(traffic(), st.integers(0, 20))
 def test_prompts_beside_rows_are_bounded_by_a_target_and_go_on(case, fit):
@@ -75,6 +76,7 @@ def test_prompts_beside_rows_are_bounded_by_a_target_and_go_on(case, fit):
     assert_served(sequences, case)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(traffic())
 def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
@@ -285,6 +287,7 @@ def test_gpus_have_single_steps_of_few_rows_only():
     assert ProgramSet.make(smallest_model(), config).decisive in planned_keys(config)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup(small, monkeypatch):
     monkeypatch.setattr(small.engine.programs, "strict", False)  # others use this engine afterwards
     assert small.warmup() == 20

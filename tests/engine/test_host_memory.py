@@ -53,9 +53,9 @@ def test_what_cannot_be_pinned_is_an_array_of_numpy(monkeypatch, caplog):
     assert "no more of it can be pinned: RESOURCE_EXHAUSTED" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_fetched")
 @pytest.mark.parametrize("has", [True, False])
-@pytest.mark.fast_cases(1)
 def test_tokens_are_the_same_from_either(has, tight, alone, monkeypatch, tmp_path):
     """Pages and places that were evicted, and in another engine those from disk."""
     kind = "gpt_oss"

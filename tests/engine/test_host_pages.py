@@ -156,6 +156,7 @@ def test_pages_of_rows_that_are_aborted_preempted_or_moved(build):
         assert_nothing_left(engine)
 
 
+@pytest.mark.slow
 def test_what_is_lost_with_a_dispatch_leaves_no_page(build):
     llm = build("llama", "quest:3:resident=5", **MOVING)
     with new_engine(llm) as engine:
@@ -175,6 +176,7 @@ def test_what_is_lost_with_a_dispatch_leaves_no_page(build):
     assert all(s.error is not None and not s.hosted for s in lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arrival", "preemptions"), [(8, 1), (27, 0)])
 def test_a_row_that_could_not_return_is_not_preempted(arrival, preemptions, tight):
     """It has more tokens than pages on the device have positions, which prefilling it again would take."""

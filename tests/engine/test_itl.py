@@ -77,6 +77,7 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
+@pytest.mark.slow
 def test_timing_changes_nothing(path):
     """The same tokens, of prompts that come while others decode, in smaller steps; nothing compiles after warm-up."""
     prompts, llm = random_prompts([5, 40, 30, 9, 44, 3]), build_llm(path, FEWER, itl=100.0, decode_steps=1)

@@ -84,6 +84,7 @@ def test_bases_are_the_leading_components_of_the_keys(path):
             np.testing.assert_allclose(np.var(flat @ basis[head], axis=0), variances[: basis.shape[2]], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_are_what_they_are_alone(selecting, path):
     """With NaN in all that is not valid, and behind prompts that were there before."""
     alone = []

@@ -222,6 +222,7 @@ def check_entries(entries, tokens, expected, count, tokenizer):
             assert logprob.decoded_token == tokenizer.decode([id_], skip_special_tokens=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_logprobs_are_those_of_a_full_pass(params, small, path):
     """Of the model's own distribution, before temperature and penalties."""

@@ -90,6 +90,7 @@ def _assert_nothing_changes(it: LLM, expected: list, *, preempts: bool) -> None:
     assert bool(it.engine.scheduler.preemptions) == preempts
 
 
+@pytest.mark.slow
 def test_tokens_follow_the_changed_logits_and_so_do_log_probabilities(llm, path):
     """What is banned in place, and added by a second function, against one pass of the reference."""
     (prompt,) = random_prompts([7], seed=2)

@@ -65,8 +65,8 @@ def engine_of(tight):
         yield lambda kind: stack.enter_context(new_engine(tight(kind), prefix_caching=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_cases(1)
 def test_sequences_that_are_preempted_go_on_as_if_alone(kind, engine_of):
     engine, prompts = engine_of(kind), random_prompts(LENGTHS, seed=30)
     assert engine.plan.pages == engine.plan.columns * 3 // 2
@@ -161,6 +161,7 @@ def test_low_priorities_do_not_starve():
     assert scheduler.waiting.index(low) == LEAD - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_move_so_that_small_programs_serve_few_rows(kind, engine_of):
     """Three short sequences end before the one in the last row, which goes on in the first; its pages, ring and state
@@ -205,6 +206,7 @@ def sized(name: str, memory: float, platform: str = "gpu", **options) -> CachePl
     return ProgramSet.make(abstract, config).plan
 
 
+@pytest.mark.slow
 def test_sizes_follow_from_a_device_s_memory():
     """Of Llama-3-8B: 16 GB of weights, 131 kB a token. Gemma-3-27B's rings take 0.65 GB a row."""
     plan = sized("llama3-8b", 105e9)

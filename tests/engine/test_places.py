@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("always_fetched")
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ministral", "kimi_linear")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*FAST, *SLOW])
-@pytest.mark.fast_cases(1)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     """Within a page and at the end of one, for the same prompt and for one that goes on."""
     with new_engine(tight(kind), host_cache=MUCH, in_flight=1) as engine:
@@ -71,6 +71,7 @@ def test_prompts_of_one_moment_fetch_a_page_once(tight, alone):
         assert engine.source.hit_tokens["host"] == 40 + 40 % PAGE
 
 
+@pytest.mark.slow
 def test_a_snapshot_comes_back_for_pages_that_stayed(tight, alone):
     """Others needed its place, and nobody its pages."""
     kind = "qwen3_5_text"
@@ -99,6 +100,7 @@ def test_what_was_evicted_comes_back_from_disk(tight, alone, tmp_path):
             crowd_out(engine)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
     """Of a snapshot, and of a page before it."""
     kind, s = "qwen3_5_text", sequence(prompt_of(41, 0, 0), 9)

@@ -67,8 +67,8 @@ def jobs(*, samples: bool) -> list[tuple[list[int], int, Any]]:
 KINDS = [KIND, "gpt_oss", *(pytest.param(kind, marks=pytest.mark.release) for kind in ("ministral", "kimi_linear"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_cases(1)
 def test_tokens_are_those_of_one_engine(kind, apart, alone, monkeypatch, caplog):
     """With NaN in all free pages, and room for one sequence under way or for all; a second time the pages are in the
     cache of the engine that decodes. What is sampled takes further programs: of one kind."""
@@ -135,6 +135,7 @@ def test_pages_that_wait_are_lost_with_the_engine(apart, alone, monkeypatch, cap
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_lost_is_computed_beside_decoding(apart, alone, monkeypatch):
     """Another one takes its place, while there is no room for it on the devices that decode."""
     with apart("gpt_oss") as (engine, source):

@@ -42,8 +42,8 @@ from tests.helpers.shared_beginnings import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_SLOW)
-@pytest.mark.fast_cases(1)
 def test_edges_of_pages_and_of_their_parts(kind, tight, alone):
     """The same prompt again, one that is longer by a token, and one whose last token is another."""
     lengths = [7, 8, 9, 15, 16, 17, 24, 25, 32, 33] if kind == "llama stacked" else [16, 25]
@@ -75,6 +75,7 @@ def test_requests_of_one_moment_prefill_what_they_share_once(tight, alone):
         assert engine.stats.cached_tokens == 7 * 40
 
 
+@pytest.mark.slow
 def test_outputs_of_one_prompt_share_it(tight):
     llm, prompt = tight("llama stacked"), prompt_of(33, 2, 0)
     params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
@@ -112,8 +113,8 @@ def test_only_prompts_of_one_salt_share(tight):
         assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
-@pytest.mark.fast_cases(1)
 def test_samples_and_penalties_count_tokens_that_are_cached(params, tight, alone):
     """Of prompts, and of sequences that come back."""
     with new_engine(tight("llama stacked")) as engine:
@@ -243,6 +244,7 @@ def test_a_row_that_is_lost_before_a_dispatch_gets_nothing():
     assert not scheduler.changes
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_pages_make_room(tight, alone):
     with new_engine(tight("llama int8")) as engine:
         for _ in range(2):
@@ -271,6 +273,7 @@ def test_what_an_error_lost_is_not_cached(kind, tight, alone, monkeypatch):
         assert s.cached == 0
 
 
+@pytest.mark.slow
 def test_the_option(checkpoint):
     path = checkpoint("llama")
     llm = build_llm(path, LEAST, prefix_caching=False)

@@ -150,6 +150,7 @@ class Traffic:
         assert set(tree._roots) == {entry.key for entry in entries}
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.lists(CALL, max_size=40))
 def test_the_tree_is_what_a_list_says(calls):

@@ -76,6 +76,7 @@ def assert_summaries(engine: Engine) -> None:
         assert checked > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.release) for kind in KINDS if kind != "llama")]
 )
@@ -97,6 +98,7 @@ def test_rows_are_what_they_are_alone(kind, selecting):
         assert tokens_of(llm, PROMPTS, GREEDY) == alone
 
 
+@pytest.mark.slow
 def test_what_is_read_whole_is_read_in_full(checkpoint, selecting, llama):
     """Log-probabilities are those of full attention, bit by bit, where rows have no more blocks than are read; tokens
     are until a row has more, and others then."""
@@ -117,6 +119,7 @@ def test_what_is_read_whole_is_read_in_full(checkpoint, selecting, llama):
     assert some != tokens
 
 
+@pytest.mark.slow
 def test_pages_that_are_copied_evicted_and_given_away(selecting):
     """Parts of pages are taken, sequences are preempted; summaries are of the cells that are there."""
     llm = selecting("llama")
@@ -172,6 +175,7 @@ def test_models_and_pages_that_cannot():
     assert not resolve("gpu").cascade
 
 
+@pytest.mark.slow
 def test_plans_commands_and_artifacts_know_them():
     """A page of 128 positions has a summary of two numbers for each of a key: 1/128 of keys and values."""
     shown = [

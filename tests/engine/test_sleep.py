@@ -48,6 +48,7 @@ def test_layouts_come_back():
         assert compilations() == compiled
 
 
+@pytest.mark.slow
 def test_sleep_and_wake(checkpoint):
     """Weights, cache and state leave the devices, weights of replicas once; tokens stay and nothing compiles."""
     gc.freeze()  # collections look only at what this test makes, not at the whole suite

@@ -154,10 +154,10 @@ def branching_traffic(draw):
     return config, jobs, bounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False], ids=["states", "rings"])
 @settings(max_examples=30)
 @given(branching_traffic(), st.integers(1, 4))
-@pytest.mark.fast_cases(1)
 def test_rows_read_what_is_theirs(exact, case, snapshots):
     config, jobs, _ = case
     if exact:  # no state is taken back

@@ -33,8 +33,8 @@ MARKS = dict.fromkeys(FAST, ()) | dict.fromkeys(("gemma4_text", "ministral"), py
 KINDS = [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in BESIDE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_cases(1)
 def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
     """The same prompt again, one that is longer, and one whose last token is another. Rings serve any place where they
     still have the window, states that behind the last unit. What is not valid holds NaN, so that a row which reads
@@ -58,6 +58,7 @@ def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
         assert [s.cached for s in sequences] == [0] + [32] * 5
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", FAST)
 def test_a_snapshot_is_saved_where_prompts_part(kind, tight, alone):
     """A state does not go back to where the second leaves the first: it computes all of it again, for the third. What
@@ -134,6 +135,7 @@ def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):
     assert outputs() == outputs(prefix_caching=False)
 
 
+@pytest.mark.slow
 def test_memory_bounds_snapshots(checkpoint):
     """By default they take a quarter of what rows and one sequence leave. Without any, nothing is shared."""
     path = checkpoint("gpt_oss")

@@ -59,6 +59,7 @@ def sparse(checkpoint):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
 )
@@ -78,6 +79,7 @@ def test_rows_are_what_they_are_alone(kind, sparse):
         assert tokens_of(llm, PROMPTS, GREEDY) == alone
 
 
+@pytest.mark.slow
 def test_all_blocks_are_full_attention(sparse):
     """Bit by bit, if all are listed; short lists leave something out."""
 

@@ -67,8 +67,8 @@ KINDS = [
 LENGTHS = [3, 5, 19, 30, 8, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
-@pytest.mark.fast_cases(1)
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone."""
@@ -115,6 +115,7 @@ def answers(llm: LLM, schemas: list[dict], **options):
     return outputs(llm, random_prompts([6] * len(schemas)), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_every_answer_to_a_random_schema_validates(path, count):
     """A random model writes anything that it may."""

@@ -42,8 +42,8 @@ def page_bytes(llm: LLM) -> int:
     return llm.engine.plan.nbytes // llm.engine.plan.pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_SLOW)
-@pytest.mark.fast_cases(1)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
@@ -104,6 +104,7 @@ def test_what_a_page_was_to_get_does_not_overwrite_a_copy(tight, alone):
         assert s.cached == 24
 
 
+@pytest.mark.slow
 def test_what_is_preempted_goes_to_the_host(tight, alone):
     """A sequence whose pages others take for long does not compute them again."""
     kind = "llama stacked"
@@ -119,6 +120,7 @@ def test_what_is_preempted_goes_to_the_host(tight, alone):
         assert engine.source.hit_tokens["host"] >= 32
 
 
+@pytest.mark.slow
 def test_what_was_evicted_comes_back_from_disk(tight, alone, tmp_path):
     """Also in another engine."""
     kind, prompt = "llama stacked", prompt_of(40, 0, 8)
@@ -139,6 +141,7 @@ def test_what_was_evicted_comes_back_from_disk(tight, alone, tmp_path):
             assert (stats.host_tokens, stats.disk_pages, stats.disk_bytes) == (0, len(files), sum(files))
 
 
+@pytest.mark.slow
 def test_cells_of_four_bits_come_back_byte_for_byte(tight, tmp_path):
     """From the host, and in another engine from disk."""
     llm, prompt = tight("llama int4"), prompt_of(40, 0, 8)
@@ -265,6 +268,7 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
         assert s.cached == 32
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]), st.booleans())
 def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, jobs, host, disk):
@@ -293,6 +297,7 @@ def test_replicas_share_the_host(checkpoint, tight):
     assert llm.engine.source.hit_tokens["host"] > 60
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup(tight, tmp_path):
     """Also what copies pages of the device, and shares them."""
     llm = tight("llama stacked")

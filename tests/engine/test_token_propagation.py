@@ -56,6 +56,7 @@ def expected(path) -> list[list[int]]:
     return [generated(path, prompt, GREEDY.max_tokens or 0, LAYER, SHARE, SEGMENT) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
 )
@@ -74,6 +75,7 @@ def test_tokens_are_the_papers(kind, fastkv, expected):
     assert "packs the cells of later layers" in str(llm.no_prefix_caching)
 
 
+@pytest.mark.slow
 def test_later_layers_have_fewer_cells(fastkv):
     """So many as the device says, and zeros behind them."""
     llm = fastkv()
@@ -85,6 +87,7 @@ def test_later_layers_have_fewer_cells(fastkv):
         assert counts == [tokens, tokens, tokens - rows]
 
 
+@pytest.mark.slow
 def test_all_tokens_are_full_attention(fastkv):
     """Bit by bit, if all go on; but for rounding, if a prompt is short. A smaller share leaves something out."""
     full, every, some = (fastkv(x) for x in (None, f"fastkv:{LAYER}:1", f"fastkv:{LAYER}:0.5"))
@@ -101,6 +104,7 @@ def test_all_tokens_are_full_attention(fastkv):
         assert np.allclose(cells(some, prompt), expected, rtol=0, atol=1e-5) == equal
 
 
+@pytest.mark.slow
 def test_preempted_sequences(fastkv, expected):
     """They are prefilled again. Short ones lose no tokens by that, and the first in order is not preempted."""
     llm = fastkv()

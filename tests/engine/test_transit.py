@@ -29,6 +29,7 @@ def test_batches_wait_for_those_before_them(monkeypatch):
     assert waited == [0, 1, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_fetched")
 def test_one_batch_at_a_time_is_enough(tight, alone, monkeypatch):
     """Of pages, snapshots and what rows get, in both directions."""

@@ -63,6 +63,7 @@ def test_a_model_against_itself_differs_in_nothing(model):
     assert result.tokens == 128
 
 
+@pytest.mark.slow
 def test_results_are_those_of_the_logits(model):
     result = evaluate(model, SAMPLE, against=model, quantization="int4", dtype="float32", progress=False)
     options: dict[str, Any] = dict(dtype="float32", max_batch=1, max_len=64, progress=False)

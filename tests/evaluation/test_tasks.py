@@ -58,6 +58,7 @@ def test_an_answer_is_a_whole_word_at_the_beginning():
     assert score_tasks._generated(llm, asked) == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_the_likeliest_choice_is_that_of_the_logits(model, tokenizer):
     llm = LLM(model, dtype="float32", max_batch=4, max_len=128, progress=False)
     asked, expected = questions("capitals", tokenizer, count=3, context=128), []

@@ -65,6 +65,7 @@ def drawn(preset: str, injection: str = "diagonal") -> tuple[dict, AbstractModel
     return hf, model, tuple(map(jnp.asarray, weights))
 
 
+@pytest.mark.slow
 def test_numbers_of_steps_keep_their_mean_and_spread():
     """Poisson's variance is its mean. A lognormal factor f adds mean^2 var f, and exp(0.5^2) - 1 is var f."""
     for spread, variance in ((0.0, 8.0), (0.5, 7 + 7**2 * (math.exp(0.25) - 1))):

@@ -149,6 +149,7 @@ def test_the_step_compiles_once(model, quantized, texts, whole):
     assert run.step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_the_teacher_writes_samples_once(model, quantized, texts, tmp_path, monkeypatch):
     """Of the length of rows, each from a token of its own; a run that goes on has them."""
     out, options = tmp_path / "out", settings(samples=5)
@@ -199,6 +200,7 @@ def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of,
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=2e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_attention_of_whole_rows_is_that_over_a_cache(model):
     files = ModelFiles.open(model)
     abstract = abstract_model(files.config, "float32")
@@ -248,6 +250,7 @@ def test_memory_keeps_nothing_of_each_choice_of_a_token(experts):
 # ---- recurrent layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -290,6 +293,7 @@ def test_a_teacher_of_other_tokens_is_refused(quantized, texts, tmp_path):
         finetune(quantized, texts, tmp_path / "out", settings(), teacher=teacher)
 
 
+@pytest.mark.slow
 def test_other_options_need_another_directory(model, quantized, texts, whole):
     with pytest.raises(ConfigurationError, match=r"has a run with lr 0\.001, not 0\.01"):
         finetune(quantized, texts, whole, settings(lr=0.01), teacher=model)

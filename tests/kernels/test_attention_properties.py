@@ -225,6 +225,7 @@ MLA_CHUNKS = mla_prefill_attention_cases.Case((), width=16, heads=2, slots=256, 
 MLA_PREFILL = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends(MLA_PREFILL))
 @given(starts=rows_of(3, st.one_of(st.just(-1), near(496, 240, 256))), cuts=rows_of(3, near(512, 256)), seed=SEEDS)
 @settings(max_examples=12)

@@ -35,8 +35,8 @@ def on_mesh(devices: int, f, ins, outs):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("8")])
-@pytest.mark.fast_cases(1)
 def test_equal_the_oracle_without_races(name, capsys):
     check(name)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
@@ -81,6 +81,7 @@ def check(name: str) -> None:
     np.testing.assert_allclose(np.asarray(z, float), expected.sum(0) @ down[1], rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_sums_are_made_in_the_order_stated():
     """Powers of two and ones that vanish beside them tell in which order they were added."""
     devices, rows, ring = 4, 32, (2, 0, 3, 1)
@@ -98,6 +99,7 @@ def test_sums_are_made_in_the_order_stated():
             np.testing.assert_array_equal(np.asarray(got)[device * rows + half * 16 :][:16], total)
 
 
+@pytest.mark.slow
 def test_the_contract_takes_weights_as_layers_have_them():
     """Both backends: several dimensions of results, of what is summed over, and a layer of a stack."""
     rng = np.random.default_rng(3)

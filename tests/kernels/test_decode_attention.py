@@ -153,6 +153,7 @@ def test_short_rows(name, backend, monkeypatch):
     SHORT_CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.slow
 def test_written_blocks_that_are_one_part(monkeypatch):
     """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)

@@ -47,11 +47,11 @@ def forms(monkeypatch):
 SIZES = {"some": (700, 6, 16), "every": (2048, 8, 128), "one": (3, 1, 2), "few": (1, 8, 300), "more": (2100, 8, 20)}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("size", "form"),
     [*((size, form) for size in SIZES for form in ("sorting", "counting")), ("some", "kernel")],
 )
-@pytest.mark.fast_cases(2)
 def test_random_equal_and_absent_choices(size, form, forms):
     tokens, chosen, groups = SIZES[size]
     rng = np.random.default_rng(tokens)
@@ -63,6 +63,7 @@ def test_random_equal_and_absent_choices(size, form, forms):
     check(run, np.where(rng.random(shape) < 0.5, groups, rng.integers(0, 2, shape) * (groups - 1)), groups)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("form", ["sorting", "counting", "kernel"])
 def test_tokens_with_numbers(form, forms):
     rng, run = np.random.default_rng(0), forms(5, (14, 0))[form]

@@ -86,6 +86,7 @@ def test_it_has_no_races(name, mode, capsys):
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
+@pytest.mark.slow
 def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(7, 24)), rng.normal(size=(2, 3, 2, 24, 40))

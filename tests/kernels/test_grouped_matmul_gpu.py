@@ -73,8 +73,8 @@ def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
         check(got[token_of_row], expected, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "rows"), [(None, 16), ("int8", 128), ("mxfp4", 16)])
-@pytest.mark.fast_cases(1)
 def test_blocks_change_nothing(scheme, rows):
     rng, sizes = np.random.default_rng(0), np.array([40, 0, 7], np.int32)
     w, values = draw(scheme, (3, 192, 80), "float32", 1)

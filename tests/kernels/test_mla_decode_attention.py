@@ -54,6 +54,7 @@ def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.slow
 def test_the_trainium_kernel_on_its_stand_in():
     case = Case((0, 1, 3, 5, 256, 300), queries=4, slots=256, columns=2, fold=1, layers=2)
     case.check(partial(mla_decode_attention, backend="nki"))
@@ -68,6 +69,7 @@ def test_one_query_needs_no_axis():
         np.testing.assert_allclose(a[:, 0], b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scales_of_latents_and_keys_are_folded_in():
     """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
     case = Case((0, 3, 128), slots=128, fold=1)

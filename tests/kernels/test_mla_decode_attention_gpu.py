@@ -57,6 +57,7 @@ def test_equals_the_oracle(name):
     CASES[name].check(partial(one_query, RUN))
 
 
+@pytest.mark.slow
 def test_several_queries_are_rows_of_their_own():
     """Some before the first position, and some rows inactive."""
     SMALL((0, 1, 3, 5, 18, 64), queries=4, slots=16, columns=4, layers=2).check(RUN)
@@ -69,6 +70,7 @@ def test_what_is_new_is_written(name, backend):
     CASES[name].check(partial(one_query, partial(with_new, run)))
 
 
+@pytest.mark.slow
 def test_one_share_and_shares_of_unlike_rows(monkeypatch):
     """Rows that fill the chip have one share, and rows longer than the average more than the others."""
     case = SMALL((64, 3, 40, 16))

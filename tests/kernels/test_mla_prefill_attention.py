@@ -46,12 +46,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "blocks", small)
 
 
+@pytest.mark.slow
 @on_backends(CASES, BACKENDS, RACES, slow=("two tiles, the last one not full",))
-@pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.slow
 def test_scales_of_latents_and_keys_are_folded_in():
     """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
     case = Case((0, 60), width=16, slots=128, fold=1)

@@ -42,6 +42,7 @@ def expected(q, down, weight, k, cos, sin):
     return *LatentStep.absorb(layer, q), latent[:, None], key[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -51,7 +52,6 @@ def expected(q, down, weight, k, cos, sin):
     ],
     ids=["V2-Lite's", "a latent of queries before them", "rows that fill no tile"],
 )
-@pytest.mark.fast_cases(1)
 def test_equals_what_layers_compute(inputs):
     operands = draw(**inputs)
     result = jax.jit(lambda *xs: mla_queries(*xs, EPS))(*operands)

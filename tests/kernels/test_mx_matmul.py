@@ -57,6 +57,7 @@ def numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 THREE_ROWS, FORTY_ROWS = (3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(32, 256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "inputs", "columns", "chosen"),
     [
@@ -64,7 +65,6 @@ THREE_ROWS, FORTY_ROWS = (3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(3
         *((name, *FORTY_ROWS) for name in ("mxfp4", "int8")),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     """Odd numbers of rows and columns, whose last blocks are not full; of a stack, the layer asked for."""
     rng = np.random.default_rng(0)
@@ -95,6 +95,7 @@ def test_many_rows_fill_a_unit_that_sums_over_two_groups():
 
 
 # More tiles of rows and a late layer are tried with packed values and with plain ones, not with every dtype.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "layer"),
     [

@@ -117,8 +117,8 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
         assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "activation"), [(1, "silu"), (3, None), (3, "gelu")])
-@pytest.mark.fast_cases(1)
 def test_xlas_products_of_a_norm_without_its_factor(rows, activation):
     """Of weights that are not quantised. On GPUs a kernel adds up their partial sums, with the factor."""
     activation = activation and partial(gated, activation)
@@ -136,6 +136,7 @@ def test_xlas_products_of_a_norm_without_its_factor(rows, activation):
     assert "triton" not in lowered_for_cuda(partial(matmul, activation=activation, backend="xla"), y, w)
 
 
+@pytest.mark.slow
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     y = deferred(x, weight, 1)
@@ -158,8 +159,8 @@ def test_what_does_not_go_together_is_refused():
         row_matmul(x, values, scales, epilogue=Epilogue(partials=True, addend=jnp.ones((1, 32))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
-@pytest.mark.fast_cases(1)
 def test_partial_sums_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantized(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)
@@ -177,6 +178,7 @@ def test_partial_sums_of_a_product(scheme):
 
 
 # Each scheme with one row and with several where it takes them, and both sizes with each number of rows.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "rows", "inputs", "outputs"),
     [
@@ -184,7 +186,6 @@ def test_partial_sums_of_a_product(scheme):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8_block", 5, 256, 128), ("mxfp4", 15, 128, 24))),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_they_lower_for_gpus(scheme, rows, inputs, outputs):
     """Weights that are copied ahead, and such as are loaded."""
     y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)

@@ -31,6 +31,7 @@ def of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache]:
     return q, KvCache(**{"k": k, "v": v} | changes)
 
 
+@pytest.mark.slow
 def test_each_query_has_a_window():
     """Chunked attention: queries see what is in their own run of 24 positions."""
     inputs = Case((0, 5, 40), width=48, slots=128, size=64, group=3).inputs(1)
@@ -40,6 +41,7 @@ def test_each_query_has_a_window():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_values_of_another_size():
     inputs = Case((0, 30), slots=80, size=48).inputs(2)
     v = np.asarray(inputs["v"])
@@ -50,6 +52,7 @@ def test_values_of_another_size():
     np.testing.assert_array_equal(lse, same)
 
 
+@pytest.mark.slow
 def test_tiles_of_a_prompt_equal_one_chunk():
     """In any order, among tiles of other rows."""
     whole = jax.tree.map(np.asarray, Case((0, 20), width=64, slots=96).inputs(3))
@@ -60,6 +63,7 @@ def test_tiles_of_a_prompt_equal_one_chunk():
         np.testing.assert_allclose(got, tile(np.asarray(want)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_operation_runs_it(monkeypatch):
     monkeypatch.setattr(prefill_attention_hopper_gpu, "is_hopper", lambda: False)
     case = Case((0, 30, -1), slots=80, heads=1, dtype=jnp.bfloat16)
@@ -113,6 +117,7 @@ def test_lowers_to_triton(size, columns):
     assert "xla.gpu.triton" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -122,7 +127,6 @@ def test_lowers_to_triton(size, columns):
     ],
     ids=["rows", "pages", "ring"],
 )
-@pytest.mark.fast_cases(1)
 def test_programs_that_share_a_tile(case):
     """Also where a share has no block."""
     case.check(on_prefill_kernel(partial(kernel, sizes=Blocks(32, 16), splits=4, interpret=True)))

@@ -111,8 +111,8 @@ def test_a_list_of_all_blocks_is_no_list():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a ring", "lists"])
-@pytest.mark.fast_cases(1)
 def test_lowers_anywhere(name):
     case = (CASES | LISTS)[name]
     q, cache, positions = shapes_of(case)

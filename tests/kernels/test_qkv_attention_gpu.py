@@ -104,13 +104,14 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.fast_cases(1)
 def test_equals_what_layers_compute(name):
     case, has = CASES[name]
     check(case, **has)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_to_pages_that_do_not_exist():
     (qkv, k, v, lengths), arrays = draw(SMALL((5, 30), slots=16, columns=2))
     pages = jnp.array([[0, 1], [2, k.shape[0]]], jnp.int32)
@@ -120,6 +121,7 @@ def test_nothing_is_written_to_pages_that_do_not_exist():
         assert np.isfinite(new[0, :, 4]).all()
 
 
+@pytest.mark.slow
 def test_long_rows_get_more_shares(monkeypatch):
     monkeypatch.setattr(decode_attention_gpu, "CONCURRENT", 0)
     monkeypatch.setattr(decode_attention_gpu, "BALANCED", decode_attention_gpu.Launch(24, stages=2))
@@ -168,6 +170,7 @@ def test_shares_of_products_are_summed(limits, normed, before, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sums_are_rounded_as_products_are():
     """To bfloat16, before bias and norms."""
     case = SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16)
@@ -187,6 +190,7 @@ def test_few_rows_get_shares_half_as_long():
         assert (dealt["block"], dealt["splits"]) == (64, splits)
 
 
+@pytest.mark.slow
 def test_a_sink_of_nothing():
     """-inf, in a row of several shares."""
     case = SMALL((300, 1), slots=300, sinks=True)
@@ -246,10 +250,10 @@ def test_layers_that_it_takes():
         assert not taken(replace(SPEC, **changes)), changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "rows", "kernels", "normed"), [(None, 2, 0, True), ("mxfp4", 1, 1, True), ("int8", 5, 0, False)]
 )
-@pytest.mark.fast_cases(1)
 def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
     rng, shapes = np.random.default_rng(0), ((rows, 64), (64, 2, 4, 8), (5, 2, 16, 8), (5, 2, 16, 8))

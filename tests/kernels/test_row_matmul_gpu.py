@@ -45,11 +45,11 @@ def check(got, expected) -> None:
     assert error < 1e-3, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme",
     [pytest.param(x, marks=[] if x in (None, "int8", "mxfp4") else [pytest.mark.slow]) for x in (None, *SCHEMES)],
 )
-@pytest.mark.fast_cases(1)
 def test_rows_by_the_matrices_they_choose(scheme):
     """Inputs of very different sizes, outputs that do not fill their blocks; a group that nobody chose is not read."""
     rng, ids, rows = np.random.default_rng(0), np.array([2, 0, -1, 2]), np.array([0, 0, 1, 1])
@@ -133,8 +133,8 @@ def test_copies_lie_where_they_are_read(words, monkeypatch):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "size"), [("mxfp4", 1e30), ("int8", 1e-30), ("fp8", 1e30)])
-@pytest.mark.fast_cases(1)
 def test_inputs_of_any_size(scheme, size):
     """Beyond the range of float16: all as large as the largest, so that nothing may overflow either."""
     values, scales, exact = draw(scheme, (1, 128, 32))
@@ -155,6 +155,7 @@ def test_what_is_not_finite_stays_so():
     assert np.isfinite(np.delete(got, 5)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "chosen"),
     [
@@ -189,6 +190,7 @@ def test_several_rows_share_the_weights(scheme, rows):
         check(got[row], np.einsum("i,pio->po", np.asarray(x[row], np.float64), exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "rows", "parts"),
     [
@@ -261,6 +263,7 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
 
 
 # Every scheme's values and every case occur with both sets of rows, which do not depend on one another.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "case", "sizes"),
     [
@@ -272,7 +275,6 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
     ],
     ids=str,
 )
-@pytest.mark.fast_cases(1)
 def test_kernels_make_what_xla_makes(scheme, case, sizes):
     """On a CPU, where `matmul` is XLA's, kernels are interpreted. case: contracted and other dimensions, and whether an
     activation takes two of the latter."""

@@ -18,8 +18,8 @@ BLOCKS = PAGES * EACH
 LENGTHS = [1, SIZE * TILE, SIZE * TILE + 1, 0, SIZE * (BLOCKS - 1) + 1, SIZE * BLOCKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ties", "count"), [(False, 2), (True, 9), (True, BLOCKS - 1)])
-@pytest.mark.fast_cases(1)
 def test_chooses_what_xla_chooses(ties, count):
     """Few whole numbers give many equal bounds, of which the first are taken."""
     rng, rows = np.random.default_rng(count), len(LENGTHS)

@@ -45,7 +45,7 @@ def model(request, checkpoint):
     return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_prompts_and_tokens_are_those_of_one_pass_of_transformers(model):
     """More prompts than rows, of different lengths; and NaN in every cell that is not valid changes nothing: neither a
     token nor, bit by bit, a logit."""
@@ -107,6 +107,7 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
     assert all(result.startswith(reason) for result, reason in zip(said, reasons, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", STACKED, indirect=True)
 def test_stacked_layers_decode_as_transformers_does(model):
     """Their logits are those of `test_parity`."""

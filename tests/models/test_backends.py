@@ -135,8 +135,8 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint):
     assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 2 * margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "batch", "fused"), [("int8", 2, True), ("int8", 5, False), (None, 1, False)])
-@pytest.mark.fast_cases(1)
 def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, batch, fused, checkpoint):
     path, buckets = checkpoint("llama", num_hidden_layers=1), Buckets((16,), (batch,), (64,))
     options = dict(quantization=quantization, platform="gpu", scan=False)
@@ -259,6 +259,7 @@ def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
     assert f"{program}: error: backend 'pallas' is neither 'auto' nor 'xla'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_decode_is_measured_up_to_the_end_of_the_rows():
     model = smallest_model()
     row = decode_benchmark.measure(model, model.random_weights(), batch=2, cache=64, steps=32, shards=Shards())
@@ -390,6 +391,7 @@ def test_floats_of_8_bits_are_xlas_where_the_matrix_unit_takes_none(generation, 
     assert all(message.endswith(f": the matrix unit of TPU v4 takes no {lacks}") for message in caplog.messages)
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):
     buckets, (tokens,) = Buckets(prefill=(16,), batch=(2,), cache=(32,)), random_prompts([27])
     path, options = checkpoint("llama", num_hidden_layers=1), dict(scan=False, free_layouts=False, backend=Backend())

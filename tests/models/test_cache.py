@@ -41,7 +41,7 @@ def model(request, llm_of, checkpoint):
     return llm_of(family, scan), checkpoint(family)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_prefill_equals_one_pass_at_every_bucket_edge(model):
     llm, path = model
     (tokens,) = random_prompts([MAX_LEN])
@@ -54,7 +54,7 @@ def test_prefill_equals_one_pass_at_every_bucket_edge(model):
         np.testing.assert_allclose(logits, expected[:length], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_decoding_equals_one_pass(model):
     """Prompts of different lengths share four rows; they grow past two wraps of a ring or to the last position."""
     llm, path = model
@@ -89,8 +89,8 @@ def test_layers_that_repeat_are_stacked(llm_of):
     assert len(abstract_model(stacked.config, "float32", scan=False).segments) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"decode_steps": 1, "in_flight": 1}, {"in_flight": 4}], ids=str)
-@pytest.mark.fast_cases(1)
 def test_the_pace_of_the_host_changes_nothing(options, llm_of):
     """Tokens do not depend on the steps of a dispatch or on how many are under way."""
     llm, prompts = llm_of("gemma2"), random_prompts([3, 20, 9, 1, 30, 8], seed=4)
@@ -99,6 +99,7 @@ def test_the_pace_of_the_host_changes_nothing(options, llm_of):
         assert tokens_of(llm, prompts, GREEDY) == expected
 
 
+@pytest.mark.slow
 def test_cache_buckets(checkpoint):
     """Attention reads up to the smallest bucket that holds every row."""
     buckets, path = Buckets(prefill=(8,), batch=(2,), cache=(24, MAX_LEN)), checkpoint("llama", num_hidden_layers=1)
@@ -150,6 +151,7 @@ def test_plan_allocates_what_it_says(llm_of):
         assert all(len(x.axes) == len(x.shape) for x in plan.arrays)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_cache_hold_none(llm_of):
     """Stacked: two layers with a cache, and two that attend to that of the second."""
     llm = llm_of("gemma3n_text", True)

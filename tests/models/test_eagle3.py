@@ -81,8 +81,8 @@ def reference_states(path: Path) -> list[np.ndarray]:
 # ---- features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.fast_cases(1)
 def test_features_are_the_residual_after_so_many_layers(target, scan):
     layers = (0, 5, 2, 7, 5)
     features, hidden = features_of(target, (*layers, LAYERS), scan=scan)
@@ -92,6 +92,7 @@ def test_features_are_the_residual_after_so_many_layers(target, scan):
     np.testing.assert_array_equal(features[:, -1], hidden)
 
 
+@pytest.mark.slow
 def test_features_of_a_pattern_of_layers_that_repeats(tmp_path):
     """A scan whose pattern has two layers, behind one that is not scanned."""
     kinds = ["full_attention", *["sliding_attention", "full_attention"] * 3]
@@ -205,6 +206,7 @@ def test_a_head_equals_the_published_arithmetic(target, features, tmp_path, opti
     must_be_equal(ours(path, target, features), published(path, target, features))
 
 
+@pytest.mark.slow
 def test_a_head_on_a_mesh_equals_the_published_arithmetic(target, features, tmp_path):
     """Four devices: heads are copied, and the 41 tokens that can be drafted are padded."""
     path, shards = make_head(tmp_path / "head", target, 41, embeds=True), make_shards(Parallelism(tensor=4))

@@ -63,8 +63,8 @@ def huginn(paths) -> LLM:
 # ---- one pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.fast_cases(1)
 def test_logits_equal_the_published_arithmetic(name, tmp_path):
     """By the published names of tensors; stacked layers outside the core, or none."""
     path, tokens = make_looped(tmp_path, CASES[name]), np.array(random_prompts([50])[0], np.int32)
@@ -73,6 +73,7 @@ def test_logits_equal_the_published_arithmetic(name, tmp_path):
     np.testing.assert_allclose(one_pass(path, tokens, stacked=name == "parcae"), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_weights_are_stored_once_and_never_copied():
     """A program of six steps differs from one of two in the cells of its cache alone."""
     config, bytes_of = config_from_hf(HUGINN), {}
@@ -100,6 +101,7 @@ def test_weights_are_stored_once_and_never_copied():
 # ---- through the cache
 
 
+@pytest.mark.slow
 def test_decoding_equals_one_pass(parcae):
     """Prompts of different lengths share four rows, and the longest ends at the last position. What is not valid may
     hold NaN."""

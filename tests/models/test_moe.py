@@ -214,8 +214,8 @@ def test_layer(name):
     np.testing.assert_allclose(run(layer, x), mixture(SPECS[name], weights, x), rtol=0, atol=TOLERANCE * 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [Backend(), Backend(grouped_matmul="pallas_gpu")], ids=["xla", "gpu"])
-@pytest.mark.fast_cases(1)
 def test_a_row_alone(backend):
     """Nothing of it is masked. On GPUs the experts of the first are not sorted, those of the others are."""
     x = np.random.default_rng(1).normal(size=(1, DIM)).astype(np.float32)
@@ -225,6 +225,7 @@ def test_a_row_alone(backend):
         np.testing.assert_allclose(run(layer, x, backend=backend), expected, rtol=0, atol=TOLERANCE * 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
@@ -234,7 +235,6 @@ def test_a_row_alone(backend):
         ("scaled inputs, shared with biases", "expert_mlp"),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_tpu_kernels(name, kernel):
     """Rows of one part of the batch are inactive, and NaN."""
     layer, weights = build(SPECS[name])
@@ -305,6 +305,7 @@ def test_neighbours_change_no_row(name):
     assert not np.isfinite(got[4]).any()
 
 
+@pytest.mark.slow
 def test_inactive_rows_need_no_expert():
     """Those that only they would choose are not read: NaN in them shows nowhere."""
     spec = SPECS["one expert"]

@@ -82,8 +82,8 @@ def ours(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(states), np.concatenate(normed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
-@pytest.mark.fast_cases(1)
 def test_a_layer_equals_transformers(family, tmp_path):
     path = make_target(tmp_path, family)
     for result, expected in zip(ours(path), reference(path), strict=True):

@@ -33,6 +33,7 @@ def llm(paths) -> LLM:
     return build_llm(paths[1], BUCKETS)
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_the_whole_model(paths):
     whole, searched = paths
     tokens = np.array(random_prompts([40])[0], np.int32)
@@ -41,6 +42,7 @@ def test_logits_equal_those_of_the_whole_model(paths):
     np.testing.assert_allclose(one_pass(searched, tokens, stacked=True), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_without_attention_keep_nothing_of_a_row(llm, paths):
     """So prompts that begin alike share pages without snapshots."""
     assert not has_states(llm.model_config)
@@ -52,6 +54,7 @@ def test_layers_without_attention_keep_nothing_of_a_row(llm, paths):
     assert llm.stats.cached_tokens - before >= 16
 
 
+@pytest.mark.slow
 def test_the_same_logits_on_a_mesh(paths):
     (prompt,) = random_prompts([23])
     logits = build_llm(paths[1], BUCKETS, parallel="cp=2,tp=2").logits(prompt)

@@ -180,8 +180,8 @@ def reference(tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
 # ---- what the library makes of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "scan"), [(None, False), ("tp=4", True)])
-@pytest.mark.fast_cases(1)
 def test_prompts_and_decoding_equal_one_pass(parallel, scan, folder, tensors):
     """Chunks of 16, rows of different lengths; six heads on four devices are two each, with padding."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))

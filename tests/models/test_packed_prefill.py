@@ -24,6 +24,7 @@ def llama(checkpoint) -> LLM:
 
 
 # Rings, states and latents.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -32,7 +33,6 @@ def llama(checkpoint) -> LLM:
         ("minicpm3", {"num_hidden_layers": 1}),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_packed_prompts_give_the_tokens_of_transformers(family, sizes, checkpoint):
     path = checkpoint(family, **sizes)
     assert_packed(build_llm(path, ONE_SIZE), path)
@@ -58,6 +58,7 @@ def test_prompts_alone_have_the_same_tokens_and_logits(llama, checkpoint):
     np.testing.assert_allclose(llama.logits(prompts[3]), reference(path, prompts[3]), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_holds_tiles_of_many_prompts(llama):
     before = llama.stats.dispatches
     llama.generate(random_prompts([8, 3, 16, 1], seed=1), SamplingParams(temperature=0.0, max_tokens=1))

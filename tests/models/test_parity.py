@@ -60,11 +60,11 @@ def one_pass(path, tokens: np.ndarray, *, stacked: bool) -> np.ndarray:
 
 
 # The quick part has each family once.
+@pytest.mark.fast_cases(18)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name in FIRST else [pytest.mark.slow]) for case in CASES],
 )
-@pytest.mark.fast_cases(17)
 def test_logits_equal_transformers(case, tmp_path):
     options = case.options | FEWER.get(case.name, {})
     path, tokens = make_checkpoint(tmp_path, case.family, **options), prompt_of(case)
@@ -74,6 +74,7 @@ def test_logits_equal_transformers(case, tmp_path):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -81,7 +82,6 @@ def test_logits_equal_transformers(case, tmp_path):
         pytest.param("mistral4", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""
     case = BY_NAME[name]

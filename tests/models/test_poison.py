@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
@@ -17,11 +18,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
 
 
+@pytest.mark.slow
 def test_sampling_reads_nothing_that_is_not_valid(small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
     assert_poison_changes_no_token(small, SAMPLED)
 
 
+@pytest.mark.slow
 def test_latents_of_eight_bits(checkpoint):
     """And, bit by bit, the logits of a prompt that takes several chunks."""
     sizes = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
@@ -45,6 +48,7 @@ def assert_poison_changes_no_token(llm: LLM, params: SamplingParams) -> None:
     assert 0 < max(shares) < 1
 
 
+@pytest.mark.slow
 def test_the_poison_kills(llm_of):
     """One valid cell of one row gone bad shows in that row, and in that row alone."""
     llm, prompts, calls = llm_of("llama"), random_prompts([20, 9], seed=12), []

@@ -90,10 +90,10 @@ NUMBERS = st.one_of(
 MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @given(w=MATRICES)
 @settings(max_examples=30)
-@pytest.mark.fast_cases(1)
 def test_codec_is_exact(name, w):
     scheme = ALL[name]
     cached = quantized(jnp.asarray(w), (0,), scheme)
@@ -266,6 +266,7 @@ def test_experts_do_not_round_their_tokens(tmp_path):
     assert not rounds["mlp.experts.gate_up"]
 
 
+@pytest.mark.slow
 def test_rounded_tokens_on_a_mesh(checkpoint, monkeypatch):
     """Where inputs are split, each device has a scale for its part, so results are as near as rounding is."""
     monkeypatch.setattr(eight_bits, "MANY_ROWS", 16)
@@ -395,6 +396,7 @@ def one_layer_of(checkpoint) -> Callable[[str], Path]:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
@@ -402,7 +404,6 @@ def one_layer_of(checkpoint) -> Callable[[str], Path]:
         *(pytest.param(family, None, marks=pytest.mark.slow) for family in ("qwen3_5_text", "kimi_linear")),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_recurrent_layers_are_those_of_their_rounded_weights(family, parallel, one_layer_of):
     """Of the same model in float32 with these weights; over two chunks, so that the second goes on from a state."""
     path, (prompt,) = one_layer_of(family), random_prompts([27])
@@ -439,6 +440,7 @@ def test_one_number_of_a_head_is_not_quantised(per_head, checkpoint):
     assert (gate.scheme is None) == per_head
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_quantised_one_by_one(checkpoint):
     files = ModelFiles.open(checkpoint("llama"))
     quantization = Quantization.named("mxfp4")
@@ -470,6 +472,7 @@ def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
     np.testing.assert_allclose(small_batch(x[: groups.size], cached), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_are_quantised_one_by_one(tmp_path):
     """Also where devices have parts of them: a channel's scale is that of the whole."""
     path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
@@ -487,6 +490,7 @@ def test_experts_are_quantised_one_by_one(tmp_path):
                 np.testing.assert_array_equal(got[:7], array, err_msg=f"{name} {part}{suffix}")
 
 
+@pytest.mark.slow
 def test_random_weights_are_quantised(checkpoint):
     config = ModelFiles.open(checkpoint("llama", num_hidden_layers=1)).config
     model = abstract_model(config, "float32", quantization=Quantization.named("int4"))
@@ -497,6 +501,7 @@ def test_random_weights_are_quantised(checkpoint):
     assert model.parameters == abstract_model(config, "float32").parameters
 
 
+@pytest.mark.slow
 def test_a_model_whose_inputs_are_rounded(checkpoint):
     """Other logits than without, and near them."""
     path, (prompt,) = checkpoint("llama"), random_prompts([20])

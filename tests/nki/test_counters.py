@@ -25,8 +25,8 @@ def test_decode_reads_keys_and_values_once_and_hides_all_else(target):
     assert core.short_dma < 0.005 * live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", benchmark.TARGETS)
-@pytest.mark.fast_cases(1)
 def test_decode_over_latents_reads_them_once_for_all_queries(target):
     """Beside latents, queries and results move. The Tensor engine turns latents once for four groups of queries."""
     core, live = benchmark.latents(target, 1024, 128, 4)
@@ -38,8 +38,8 @@ def test_decode_over_latents_reads_them_once_for_all_queries(target):
     assert core.busy_us["tensor"] < 3.1 * alone.busy_us["tensor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", benchmark.TARGETS)
-@pytest.mark.fast_cases(1)
 def test_chosen_experts_are_read_once_and_no_others(target):
     """Two tokens choose the same 2 of 3 experts. Where all places are taken, reading weights hides the rest."""
     core, chosen = benchmark.experts(target, 2, 3, 2, 3)

@@ -52,6 +52,7 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
 
 
 # With 48, tiles are cut to one row each.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "backend"),
     [
@@ -60,7 +61,6 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
         pytest.param(48, "pallas_tpu", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_equals_rows_alone(backend, group, monkeypatch):
     if backend == "pallas_gpu":
         kernels = partial(cascade_attention_gpu.cascade_attention, interpret=True)
@@ -93,6 +93,7 @@ def by_xla(shape, scale, q, k, v, table, of_queries) -> tuple[jax.Array, jax.Arr
     return out[None], jnp.moveaxis(lse, 1, -1).reshape(1, len(q), -1, q.shape[1])
 
 
+@pytest.mark.slow
 def test_rows_as_tokens_of_chunks(monkeypatch):
     """Prefixes dealt to chunks of the kernel of prefill attention, which is XLA's here, and merged with rows' own."""
     it = inputs(4)
@@ -134,6 +135,7 @@ def test_prefixes_are_dealt_whole(blocks, chunks):
     assert (last - first + 1).max() <= 128 * -(-sum(blocks) // (chunks - max(used, 1) + 1))
 
 
+@pytest.mark.slow
 def test_hopper_lowers_anywhere(monkeypatch):
     """Sixty-four rows of Llama 3 8B in the tiles that GPUs get, for a GPU that is not there."""
     monkeypatch.setattr(cascade_attention_hopper_gpu.prefill, "is_hopper", lambda: True)

@@ -38,6 +38,7 @@ def test_products_round_inputs_as_the_scheme_does(name):
     np.testing.assert_allclose(slope, jnp.broadcast_to(fake.values.sum(1), x.shape), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rotated_inputs_meet_rotated_weights():
     scheme = Scheme("int8", rotation=32)
     x = jax.random.normal(jax.random.key(0), (8, 64))

@@ -132,8 +132,8 @@ def test_kimi_chunks_equal_tokens_in_turn(tokens, lengths, fading, alike):
             np.testing.assert_array_equal(after[row], state[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fading", "alike"), [(1e-3, 0.9), (1e-6, 1.0)])
-@pytest.mark.fast_cases(1)
 def test_what_trainium_gets_computes_the_same(fading, alike, monkeypatch):
     """Unrolled loops, and triangular systems that are solved by blocks: of keys that are alike, or all the same."""
     taken = []

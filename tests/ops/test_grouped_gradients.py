@@ -61,8 +61,8 @@ def test_gradients_equal_the_oracle(sizes, count, gathered, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "int8", "mxfp4_a8"])
-@pytest.mark.fast_cases(1)
 def test_fake_quantised_groups_multiply_as_quantised_ones_do(name):
     """And gradients go straight through the rounding of inputs."""
     scheme, rng = QUANTIZATIONS[name], np.random.default_rng(0)

@@ -81,8 +81,8 @@ def test_products_with_rotated_weights_are_those_of_the_weights_turned_back(name
     np.testing.assert_allclose(y, expected, rtol=0, atol=(2**-6 if packed else 1e-5) * expected.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.fast_cases(1)
 def test_partial_sums_and_the_kernel_for_gpus_rotate_too(name):
     draw = np.random.default_rng(2).standard_normal
     scheme = Scheme(**{**vars(SCHEMES[name]), "rotation": 128})

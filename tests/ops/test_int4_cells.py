@@ -49,6 +49,7 @@ def test_what_is_not_finite_spoils_its_cell_alone(cells, bad):
     np.testing.assert_array_equal(np.delete(numbers, 2, 0), np.delete(good, 2, 0))
 
 
+@pytest.mark.slow
 def test_attention_reads_the_numbers_in_cells():
     """In pages, all at once and block by block, and in chunks; unseen cells may hold anything."""
     heads, size, slots, lengths = 2, 16, 16, jnp.array([600, 0, 37], jnp.int32)

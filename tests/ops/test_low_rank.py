@@ -63,8 +63,8 @@ def test_the_branch_is_added_before_the_activation(scheme, rotation, packed):
         np.testing.assert_allclose(y, np.maximum(expected[:, 0], 0) * expected[:, 1], rtol=0, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rotation", "deferred"), [(0, True), (64, False)])
-@pytest.mark.fast_cases(1)
 def test_the_gpu_kernel_of_rows_adds_the_branch(rotation, deferred):
     """To split-K partial sums too, and before a norm's factor."""
     w, exact = weight("int4", rotation, packed=False)

@@ -118,6 +118,7 @@ def by_the_paper(
     return weights @ v[positions] / total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "queries", "backend", "directions"),
     [
@@ -126,7 +127,6 @@ def by_the_paper(
         *(("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_reads_what_the_paper_reads(kind, queries, backend, directions):
     it = inputs(kind, queries, directions, ONE_OF_EACH if backend == "pallas_tpu" else LENGTHS)
     sinks = np.random.default_rng(1).normal(size=(HEADS, GROUP)).astype(np.float32) if kind == "normal" else None
@@ -200,8 +200,8 @@ def test_rows_within_what_is_read_attend_in_full():
     assert not selects(COLUMNS, it.summaries, COLUMNS * PAGE // BLOCK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5, 39])
-@pytest.mark.fast_cases(1)
 def test_many_blocks_are_sorted_and_few_are_counted(count, monkeypatch):
     """Both find the same blocks, of equal bounds the first; bounds that count for nothing may be anything."""
     rng = np.random.default_rng(count)
@@ -241,6 +241,7 @@ def test_summaries_are_of_the_cells_alone(layer, scaled):
     np.testing.assert_array_equal(new, expected[1] if layer is None else expected)
 
 
+@pytest.mark.slow
 def test_summaries_in_the_directions_of_bases():
     """Of cells that hold a value behind the key, too."""
     rng = np.random.default_rng(0)

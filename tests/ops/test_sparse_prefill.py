@@ -187,6 +187,7 @@ def test_the_kernel_scores_as_xla_does(softcap, interpret):
     assert (np.sum(got, axis=(1, 3)) > 0).tolist() == (last >= 0).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "softcap", "width", "chunks"),
     [
@@ -257,6 +258,7 @@ def test_the_kernel_lowers_to_triton(size, pages):
     assert "xla.gpu.triton" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.release)])
 def test_all_blocks_are_all_there_is(backend):
     """Full attention to the bit in XLA's form; a short list leaves something out."""
@@ -307,6 +309,7 @@ def places(start: int, end: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.zeros(1, jnp.int32), jnp.arange(start, end, dtype=jnp.int32)[None], jnp.asarray([end - start])
 
 
+@pytest.mark.slow
 def test_lists_end_with_the_share():
     """Blocks are listed while those before have less than the share; there is room for so many; none has no number."""
     scores = jnp.asarray([0.1, 0.05, 0.4, 0.0, 0.2, 0.25, 9.0])[None, None, None]

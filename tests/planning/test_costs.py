@@ -204,6 +204,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     assert counted(it.decode(rows, 1000).collectives) == counted(told.steps[0].collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
@@ -215,7 +216,6 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
         ("huginn-3.5b", "tp=4,dp=2"),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     config, shards = config_from_hf(load(name)), planned_shards(Parallelism.parse(parallel))
     engine = EngineConfig.make("tpu", 16, 2048, shards=shards)
@@ -228,8 +228,8 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     assert {c.purpose for c in recorded} <= {*PURPOSES.values(), *branches}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["change", "kl"])
-@pytest.mark.fast_cases(1)
 def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded(rule):
     """As if none left it."""
     config, shards = config_from_hf(load("parcae-370m")), planned_shards(Parallelism.parse("cp=2,tp=2,dp=2"))

@@ -53,6 +53,7 @@ def test_options_fit_and_the_best_comes_first():
     assert all(o.batch % o.deployed.parallel.data == 0 for o in result.options)
 
 
+@pytest.mark.slow
 def test_slo_comes_before_throughput():
     free = ranking("llama3-70b", "v6e-8")
     assert free.meets
@@ -67,6 +68,7 @@ def test_slo_comes_before_throughput():
     assert hopeless.best.itl == pytest.approx(min(o.itl for o in hopeless.options), rel=0.01)
 
 
+@pytest.mark.slow
 def test_replicas_share_experts_or_have_their_own():
     """A mixture of experts fits more rows where replicas share one set; a dense model has nothing to share."""
     options = ranking("qwen3-30b-a3b", "v6e-8", quantizations=(None,)).options
@@ -104,6 +106,7 @@ def test_times_add_up():
     assert half.ttft == pytest.approx(cycle + half.decode.seconds + half.prefill)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
     workload = Workload(1024, 256, 8)
     with pytest.raises(PlanError, match=r"needs [\d.]+ GiB on each device, [\d.]+ GiB more than its 15.8") as error:
@@ -175,6 +178,7 @@ def test_a_recurrent_draft_takes_its_states():
     assert first > other
 
 
+@pytest.mark.slow
 def test_a_draft_model_takes_time_and_memory():
     free, model = (
         ranking("llama3-70b", "v6e-8", Workload(1024, 256, 1), drafts=drafts(3, 0.9, name)).best
@@ -201,6 +205,7 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
+@pytest.mark.slow
 def test_bounded_caches_take_less_and_are_read_faster():
     """A row of 8,192 positions keeps 2,048, and while its prompt is prefilled 1,024 more."""
     work, policies = Workload(7168, 1024, 64), ("keydiff:2048", "h2o:2048", "snapkv:2048", "pyramidkv:2048")
@@ -403,6 +408,7 @@ def test_plans_parse_and_fit(name):
     assert name.startswith(plan.model)
 
 
+@pytest.mark.slow
 def test_each_deployment_of_the_benchmark_is_one_and_has_a_name():
     assert len({str(case) for case in DEPLOYMENTS}) == len(DEPLOYMENTS)
     assert all(case.deployment("auto").max_batch == case.rows for case in DEPLOYMENTS)

@@ -56,6 +56,7 @@ class Cells(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_the_command_prints():
     work = ("--input-len", "100", "--output-len", "20", "--concurrency", "16", "--slo", "itl=0.02")
     result = inferlib.plan("llama3-8b", "v5e-8", Workload(100, 20, 16), slo=Slo(itl=0.02))
@@ -85,6 +86,7 @@ def test_the_picture_of_a_plan(tmp_path):
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.slow
 def test_an_explanation_is_what_the_command_prints():
     result = inferlib.explain("llama3-8b", "tp=4,dp=2", max_batch=4)
     facts = command("info", "--config", "llama3-8b", "--parallel", "tp=4,dp=2", "--max-batch", "4")

@@ -39,8 +39,8 @@ def deployed(name: str, target: str, parallel: str = "tp=1") -> Deployed:
 # ---- against measurements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']}-{run['max_batch']}")
-@pytest.mark.fast_cases(1)
 def test_runs_measured_on_an_h200(run, monkeypatch):
     """Within 10 %. They took as many prompt tokens a step as there were, whatever the step's room, and perhaps did not
     move rows."""
@@ -123,8 +123,8 @@ def test_one_request_by_hand():
     assert result.steps.padded == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["tp=4", "tp=2,dp=2", "cp=2,tp=2"])
-@pytest.mark.fast_cases(1)
 def test_requests_come_when_they_are_offered(parallel):
     it = deployed("llama3-8b", "v5e-4", parallel)
     offers = at_rate(usual_trace(60), rate=6.0)
@@ -230,6 +230,7 @@ def run_plan(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
+@pytest.mark.slow
 def test_plan_of_a_trace(tmp_path):
     file = tmp_path / "requests.jsonl"
     file.write_text("\n".join(json.dumps({"input_len": 100, "output_len": 20, "arrival": i / 9}) for i in range(9)))

@@ -40,8 +40,8 @@ def cells_of(array: np.ndarray, state: RowState, row: int) -> np.ndarray:
     return np.moveaxis(array[:, np.asarray(state.pages)[row]], 1, 2).reshape(LAYERS, HEADS, -1, SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2, 8])
-@pytest.mark.fast_cases(1)
 def test_due_rows_alone_are_compacted(together):
     state = random_state()
     shape = LAYERS, ROWS * COLUMNS, HEADS, SLOTS, SIZE

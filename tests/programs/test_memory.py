@@ -71,6 +71,7 @@ def test_a_start_without_memory(owner, name, doing, error, path, monkeypatch):
     assert raised.value.__cause__ is error
 
 
+@pytest.mark.slow
 def test_compiling_and_running_without_memory(path, monkeypatch):
     """The request fails, and the next one runs."""
     error = ERRORS[0]
@@ -163,6 +164,7 @@ def test_sizes_are_those_of_a_device(path):
     assert "of sampling state on each of 2 devices" in split.message("running", 0, host=False)
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_one_line(path, monkeypatch, tmp_path):
     inferlib = Commands(path)
     monkeypatch.setattr(memory, "host_bytes", lambda: 1 << 30)

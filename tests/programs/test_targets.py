@@ -124,6 +124,7 @@ print(json.dumps(answer))
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @with_compiler
 def test_the_compiler_has_these_slices():
     targets = [parse_target(name) for name in target_names()]
@@ -133,6 +134,7 @@ def test_the_compiler_has_these_slices():
     assert counts == {t.topology_name: t.devices for t in targets}
 
 
+@pytest.mark.slow
 @with_compiler
 def test_meshes_lie_where_jax_lays_them():
     """The chips along each axis of the network, and the devices of a chip, that a row of the tensor axis spans."""

@@ -67,6 +67,7 @@ def test_greedy_takes_the_lowest_id_among_equals_and_reads_only_logits():
     assert 0 <= token[3] < 9
 
 
+@pytest.mark.slow
 def test_greedy_rows_among_sampling_rows_take_the_argmax_of_processed_logits():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 40)) * 5
@@ -108,8 +109,8 @@ DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.fast_cases(1)
 def test_distribution(name):
     """Draws over seeds and over positions, by chi-square; tokens that must not occur do not."""
     params, vocab, draws = DISTRIBUTIONS[name], 50, 12_288
@@ -133,6 +134,7 @@ def test_distribution(name):
     assert scipy.stats.chisquare(seen, cells, sum_check=False).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_neighbouring_seeds_and_positions_are_independent():
     seeds, positions, vocab = 128, 128, 4
     rows = [(SamplingParams(), seed, ()) for seed in range(seeds) for _ in range(positions)]
@@ -316,6 +318,7 @@ def test_counts_follow_chunked_prompts_and_generated_tokens():
 # --- Seeds and neighbours -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_anywhere_in_any_batch():
     rng = np.random.default_rng(8)
     vocab, steps = 300, 12
@@ -369,6 +372,7 @@ def test_garbage_in_a_row_stays_there():
 # --- Log-probabilities ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_raw_logits():
     rng = np.random.default_rng(10)
     vocab = 200
@@ -392,6 +396,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     np.testing.assert_allclose(out.top_logprobs, np.take_along_axis(exact, order, -1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_only_the_mode_asked_for_is_filled():
     logits, rows = np.eye(5)[:2], [(SamplingParams(), 0, ())] * 2
     assert draw(logits, rows, mode="greedy")[1:] == draw(logits, rows)[1:] == (None,) * 5
@@ -447,6 +452,7 @@ def test_pack_and_unpack_agree():
         np.testing.assert_array_equal(whole[1], alone[0])
 
 
+@pytest.mark.slow
 def test_compiles_to_plain_reductions():
     """No sort and no control flow: some targets lack them, or are slow at them."""
     abstract = functools.partial(jax.ShapeDtypeStruct, (2, 64))

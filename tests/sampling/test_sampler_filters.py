@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ LOGITS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     logits=st.lists(LOGITS, min_size=24, max_size=24).filter(lambda x: max(x) > -np.inf),
@@ -102,6 +104,7 @@ def test_ties_at_the_threshold_are_all_kept():
     assert by_k.tolist() == by_p.tolist() == [True, True, True, True, False, False]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     distances=st.lists(LOGITS, min_size=24, max_size=24),

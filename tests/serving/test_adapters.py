@@ -57,6 +57,7 @@ def test_models_are_listed(client):
     assert client.models.retrieve("second").id == "second"
 
 
+@pytest.mark.slow
 def test_every_endpoint_takes_one(client, llm):
     """Text, streams, chats, responses and vectors, each as in Python; the answer has the name that was asked for."""
     answers = set()
@@ -77,6 +78,7 @@ def test_every_endpoint_takes_one(client, llm):
     assert len(answers) == 3
 
 
+@pytest.mark.slow
 def test_many_at_a_time(address, llm):
     """Adapters take turns in one slot."""
     names = [NAME, "first", "second", "second", "first", NAME, "first", "second"]

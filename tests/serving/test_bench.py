@@ -38,6 +38,7 @@ def test_a_run(address, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_trace_of_both_kinds_as_a_table(address, tmp_path):
     trace = tmp_path / "trace.jsonl"
     chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2, "at": 5.05}

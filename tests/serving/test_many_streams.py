@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import openai
+import pytest
 
 from inferlib import SamplingParams
 from tests.helpers.servers import NAME
@@ -33,6 +34,7 @@ def stream_all(address: str, prompts: list[str], tokens: int) -> list[tuple[str,
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_eighty_streams(served_llm, address):
     prompts = [f"The number {i} is" for i in range(STREAMS)]
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

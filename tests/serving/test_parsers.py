@@ -214,6 +214,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join) | st.samp
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=12))
 @example('<tool_call>{"name": "now"}<tool_call>', [11])

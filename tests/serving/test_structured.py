@@ -31,6 +31,7 @@ def create(client: openai.OpenAI, **options):
     return client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=100, seed=1, **options)
 
 
+@pytest.mark.slow
 def test_pydantic_schemas(client):
     options = {"model": NAME, "max_tokens": 100, "seed": 1}
     parsed = client.chat.completions.parse(messages=MESSAGES, response_format=Verdict, **options)

@@ -70,6 +70,7 @@ def test_events_as_they_are_written(http):
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
+@pytest.mark.slow
 def test_chat_logprobs(client):
     whole = client.chat.completions.create(messages=MESSAGES, **GREEDY, logprobs=True, top_logprobs=3)
     entries = whole.choices[0].logprobs.content
@@ -85,6 +86,7 @@ def test_chat_logprobs(client):
     assert none.choices[0].logprobs.content[0].top_logprobs == []
 
 
+@pytest.mark.slow
 def test_several_answers_and_seeds(client):
     options = {"model": NAME, "messages": MESSAGES, "max_tokens": 6, "n": 3, "temperature": 1, "seed": 5}
     first, second = (client.chat.completions.create(**options) for _ in range(2))
@@ -125,6 +127,7 @@ def test_completions(client, served_llm):
     assert streamed == expected
 
 
+@pytest.mark.slow
 def test_completion_logprobs_and_echo(client, served_llm):
     answer = client.completions.create(prompt="abc", **GREEDY, logprobs=2, echo=True)
     (choice,) = answer.choices

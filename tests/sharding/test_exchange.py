@@ -89,6 +89,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parallel", "form"),
     [
@@ -99,7 +100,6 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
     """Balanced; all tokens to the same experts, for which a round has no room; one token alone. Rows that are inactive
     hold NaN, and so do arrays before they are written."""

@@ -29,6 +29,7 @@ from tests.sharding.conftest import CHUNK, MAX_LEN, ROWS
 # Those of the families' greedy programs are read where these run (test_models.py).
 
 
+@pytest.mark.slow
 def test_collectives_of_rarer_layers_are_those_promised(programs_of):
     """QK-norm over all heads; others are read where they run."""
     programs = programs_of("olmo2", "cp=2,tp=2")
@@ -50,6 +51,7 @@ def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
         assert bool(counts) == (parallel != "dp=2")  # replicas have nothing to say but in a loop
 
 
+@pytest.mark.slow
 def test_collectives_of_stacked_layers_are_those_promised(programs_of):
     programs = programs_of("smollm2", "tp=2,dp=2", scan=True)
     counts = assert_collectives_equal(programs, ProgramKey("greedy", 2, MAX_LEN, steps=4))
@@ -87,6 +89,7 @@ def purposes(programs: ProgramSet, key: ProgramKey) -> set[str]:
     return {c.purpose for c in step.collectives}
 
 
+@pytest.mark.slow
 def test_sampling_gathers_no_logits(programs_of):
     """The largest array that sampling sends has a few numbers per row, whatever the vocabulary."""
     for parallel, shares in (("tp=4", 4), ("cp=4,tp=2,rules=helix", 8)):
@@ -105,6 +108,7 @@ def test_every_preset_sums_attention_and_feed_forward_alike():
         assert over == (set() if rules.name == "dp_attention" else set(rules.axes_of(axes.MLP))), rules.name
 
 
+@pytest.mark.slow
 def test_explain_says_what_the_devices_hold(engine_of):
     for which in (("smollm2", "tp=4"), ("gemma3", "dp=2,cp=2,tp=2"), ("smollm2", "cp=2,tp=2,rules=tp2d")):
         engine = engine_of(*which)
@@ -152,6 +156,7 @@ def test_explain_needs_no_devices():
     assert planned_shards(Parallelism()) == Shards()
 
 
+@pytest.mark.slow
 def test_info_of_a_mesh():
     """More devices than there are."""
 

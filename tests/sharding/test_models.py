@@ -62,8 +62,8 @@ def poison_before_each_dispatch(engine) -> list[float]:
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "parallel"), ONE_RUN)
-@pytest.mark.fast_cases(1)
 def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
     """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN. Every program
     that ran has the collectives that were promised."""

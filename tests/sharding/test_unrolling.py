@@ -91,6 +91,7 @@ def test_the_cost_model_says_so_too(name):
     assert times[True].seconds <= times[False].seconds
 
 
+@pytest.mark.slow
 def test_tokens_and_logits_are_those_of_scanned_layers(checkpoint):
     """On a mesh of CPUs, bit for bit."""
     sizes = Buckets(prefill=(8,), batch=(4,), cache=(64,))

@@ -40,6 +40,7 @@ def continuation(tokens: list[int], count: int, longest: int) -> list[int]:
     return drafts[len(tokens) :] or [-1] * count
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.sampled_from([1, 3]), st.sampled_from([2, 4]))
 def test_ngrams_continue_as_the_latest_of_the_longest_matches(tokens, count, longest):
@@ -55,6 +56,7 @@ def rows_of(token, length, active, budget) -> RowState:
     return state._replace(**dict(zip(("token", "length", "active", "budget"), arrays, strict=True)))
 
 
+@pytest.mark.slow
 def test_rows_take_as_many_drafts_as_their_budget():
     """Behind padding, with positions that end where a row may."""
     rows = rows_of([5, 6, 7], [3, 9, 2], [True, False, True], [9, 9, 2])
@@ -67,6 +69,7 @@ def test_rows_take_as_many_drafts_as_their_budget():
     assert [first[0].tolist(), first[2, :2].tolist()] == [[5, 1, 0, 9], [7, 0]]
 
 
+@pytest.mark.slow
 def test_drafts_stand_up_to_the_first_that_was_not_sampled():
     """A row whose drafts stand, one whose first does not, one that ends at its second token, and one that is idle."""
 

@@ -86,6 +86,7 @@ def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarra
     return counted_drafts(tokens, len(output.prompt_token_ids), drafts)
 
 
+@pytest.mark.slow
 def test_drafts_are_the_published_ones(path, head, without):
     """As many stand as by the published arithmetic, step by step from features and positions of its own."""
     llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3", prefix_caching=False)

@@ -73,6 +73,7 @@ def test_tokens_are_those_without(path, without, expected):
     assert json.loads(expected[0].outputs[0].text)["place"] in ("a", "bc")
 
 
+@pytest.mark.slow
 def test_forced_tokens_take_fewer_steps(path, without):
     """Alone, all drafts of a grammar stand: the first of forced tokens comes by itself, the others four at a time."""
     letters = StructuredOutputs(choice=["a b c d e f g h"])
