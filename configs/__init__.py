@@ -23,6 +23,11 @@ def load(name: str) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def cache_policies() -> dict[str, Any]:
+    """What cache policies lose, as `measurements/cache-policies.yaml` has it."""
+    return yaml.safe_load((_FOLDER / "measurements" / "cache-policies.yaml").read_text(encoding="utf-8"))
+
+
 def plan_names() -> tuple[str, ...]:
     """The names that `plan_text` knows."""
     return tuple(sorted(path.stem for path in (_FOLDER / "plans").glob("*.yaml")))

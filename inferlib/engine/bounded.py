@@ -14,6 +14,7 @@ waited. To ask for a row too early changes nothing on the device. Once the host 
 
 from __future__ import annotations
 
+from inferlib.engine.measured_policies import warn_of_losses
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.ops.cache_policy import CachePolicy
 
@@ -23,6 +24,7 @@ class BoundedCache:
 
     def __init__(self, policy: CachePolicy, tile: int):
         self.policy, self.tile = policy, tile
+        warn_of_losses(policy)
 
     def cells(self, s: Sequence, level: int = 0) -> int:
         """The most cells that a sequence ever has in layers of a level, if it starts now. So no other one has to give
