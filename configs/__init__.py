@@ -24,7 +24,10 @@ def load(name: str) -> dict[str, Any]:
 
 
 def cache_policies() -> dict[str, Any]:
-    """What cache policies lose, as `measurements/cache-policies.yaml` has it."""
+    """What cache policies lose: how many of `questions` about `tokens` a `model` answers.
+
+    It keeps `budget` tokens by each of `policies`, or all (`none`). Two numbers each: asked in the prompt, and later.
+    """
     return yaml.safe_load((_FOLDER / "measurements" / "cache-policies.yaml").read_text(encoding="utf-8"))
 
 

@@ -35,7 +35,7 @@ from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_s
 TILE_BYTES = 16 * 1024
 WARPS = 4
 CONCURRENT = 2 * 132  # up to so many programs all work at once on an H100 or H200, and shares may be half as long
-EVEN_SHARE = 1024  # positions of the longest share of a row that leaves nothing to be balanced between rows
+EVEN_SHARE = 1024  # rows get equal shares if none is longer than so many positions
 SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
 
@@ -48,9 +48,10 @@ class Launch(NamedTuple):
     stages: int
 
 
-# Rows of unequal length are balanced by programs that follow others; equal ones take as many as work at once, with more
-# loads under way. (Attention of 8B from the projection's partial sums on, one H200, us: 8 rows x 2,176 positions 26.8
-# and 24.4, 16 x 2,048 41.7 and 39.5; one row of 2,048 and seven of 256 16.4 and 15.9.)
+# BALANCED: longer rows get more shares, of more programs than work at once. EVEN: equal shares, of as many programs as
+# work at once, each with more loads under way. (Attention of 8B, eight partial sums of its projection and the merge
+# included, one H200, us: 8 rows x 2,176 positions 26.8 and 24.4, 16 x 2,048 41.7 and 39.5; one row of 2,048 and seven
+# of 256 16.4 and 15.9.)
 BALANCED, EVEN = Launch(4 * 132, stages=2), Launch(CONCURRENT, stages=3)
 
 

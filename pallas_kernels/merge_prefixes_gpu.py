@@ -60,21 +60,21 @@ def merge_prefixes(
     places [B] int32: which of the tiles' rows each row is. Returns out [B, K, G, h] in `dtype`, lse [B, K, G] float32.
     """
     how = of_prefixes.width, (of_prefixes.strides, of_prefixes.lse_strides), jnp.dtype(dtype)
-    arrays = *shares, of_prefixes.outs, of_prefixes.lses, places, of_prefixes.tiles
-    return call_lowered(_merge, how, *arrays, interpret=interpret)
+    of_tiles = of_prefixes.outs, of_prefixes.lses, of_prefixes.tiles
+    return call_lowered(_merge, how, shares, of_tiles, places, interpret=interpret)
 
 
 def _merge(
     width: int,
     strides: tuple[Strides, Strides],
     dtype,
-    *arrays: jax.Array | None,
+    shares: tuple[jax.Array, jax.Array],
+    of_tiles: tuple[jax.Array, jax.Array, jax.Array | None],
+    places: jax.Array,
+    *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    parts, lses, outs, tile_lses, places, tiles = arrays
-    assert parts is not None
-    assert lses is not None
-    assert outs is not None
+    (parts, lses), (outs, tile_lses, tiles) = shares, of_tiles
     (splits, rows, kv_heads, group, size), tile_splits = parts.shape, outs.shape[0]
     count = rows * kv_heads * group
     columns = min(power_of_two(size), max(MERGED // power_of_two(splits + tile_splits, 1), 16))
