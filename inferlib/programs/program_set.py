@@ -71,7 +71,7 @@ from inferlib.speculation.drafting import Drafting, drafter_of, model_of
 
 log = logging.getLogger(__name__)
 
-_MOST_THREADS = 12
+_MOST_THREADS = 16
 # What sets a field of one number of each row, for sequences that get the row.
 _NUMBER_CHANGES: dict[str, type[Adapt | Deepen | Exit]] = {"adapter": Adapt, "depth": Deepen, "threshold": Exit}
 
@@ -203,7 +203,7 @@ class ProgramSet:
     ) -> None:
         """Compile the keys that are missing, side by side; `done` is called after each.
 
-        threads: by default one for each core, at most 12, because XLA's autotuner needs memory of the device for each.
+        threads: by default one for each core, at most 16, because XLA's autotuner needs memory of the device for each.
         """
         missing = compile_order(key for key in keys if key not in self._compiled)
         with ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
