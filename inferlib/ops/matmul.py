@@ -330,7 +330,14 @@ def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> ja
         raise ValueError(f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}")
     if x.shape[0] > 1:  # as it is: of a reshaped weight, XLA:TPU would not fuse the slice of a stack with the product
         summed = tuple(range(1, contract + 1)), tuple(range(contract))
-        return lax.dot_general(x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+
+        def whole(x: jax.Array, w: jax.Array) -> jax.Array:
+            return lax.dot_general(x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+
+        sizes = x.shape[0], math.prod(inner), math.prod(outer)
+        if product.backend in (None, "pallas_gpu") and x.dtype == w.dtype == jnp.bfloat16 and split_dot.halved(*sizes):
+            return by_platform(x, w, cuda=partial(_in_halves, contract=contract, out_dtype=out_dtype), default=whole)
+        return whole(x, w)
     forms = _ROW_FORMS if product.backend in (None, "pallas_gpu") else _XLA_ROW_FORMS
 
     def of_matrix(x: jax.Array, w: jax.Array, *, form: Callable[..., jax.Array]) -> jax.Array:
@@ -339,6 +346,13 @@ def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> ja
 
     chosen = {name: partial(of_matrix, form=form) for name, form in forms.items()}
     return by_platform(x, w, tpu=partial(_row_on_tpu, contract=contract, out_dtype=out_dtype), **chosen)
+
+
+def _in_halves(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:
+    """The product as the sum of two, of half the inputs each, which XLA adds in the kernel that takes the result."""
+    inputs, outer = math.prod(w.shape[:contract]), w.shape[contract:]
+    y = split_dot.partial_products(x.reshape(x.shape[0], inputs), w.reshape(inputs, -1), count=2)
+    return jnp.sum(y, axis=0).astype(out_dtype).reshape(-1, *outer)
 
 
 def _row_on_tpu(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:

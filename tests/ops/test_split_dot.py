@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.ops.matmul import choose, matmul_partials
+from inferlib.ops import split_dot
+from inferlib.ops.by_platform import traced_for
+from inferlib.ops.matmul import choose, matmul, matmul_partials
 from inferlib.ops.split_dot import partial_products, splits, unsupported
 
 
@@ -52,3 +56,35 @@ def test_what_stays_whole():
     assert unsupported(4, jnp.float32, w.astype(jnp.float32)) == "products of float32 with float32"
     assert unsupported(4, jnp.float16, w.astype(jnp.float16)) == "products of float16 with float16"
     assert unsupported(4, w.dtype, w.astype(jnp.float32)) == "products of bfloat16 with float32"
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "expected"),
+    [
+        (64, 4096, 4096, False),
+        (65, 4096, 4096, True),
+        (128, 14336, 4096, True),
+        (129, 4096, 4096, False),
+        (128, 4096, 6144, False),
+        (128, 2048, 2048, False),
+        (128, 4097, 4096, False),
+    ],
+)
+def test_two_halves_where_tiles_leave_processors_idle(rows, inputs, outputs, expected):
+    assert split_dot.halved(rows, inputs, outputs) is expected
+
+
+def test_on_gpus_two_halves_are_the_product():
+    """And elsewhere it stays whole."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((80, 2, 2048), (2, 2048, 8)))
+    for platform, count in (("cuda", 2), ("cpu", 1)):
+        with traced_for(platform):
+            traced = jax.make_jaxpr(partial(matmul, contract=2))(x, w)
+        [dot] = (e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general")
+        assert len(dot.params["dimension_numbers"][1][0]) == count - 1
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-2, 3, struct.shape).astype(np.float32) for struct in (x, w))
+    with traced_for("cuda"):
+        y = jax.jit(partial(matmul, contract=2))(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16))
+    expected = jnp.asarray(np.einsum("tij,ijo->to", x, w), jnp.bfloat16)
+    np.testing.assert_array_equal(y.astype(jnp.float32), expected.astype(jnp.float32))
