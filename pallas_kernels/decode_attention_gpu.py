@@ -38,6 +38,7 @@ CONCURRENT = 2 * 132  # up to so many programs all work at once on an H100 or H2
 EVEN_SHARE = 1024  # rows get equal shares if none is longer than so many positions
 SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
+MERGING = 1024  # programs from which on each merges several heads
 
 
 class Launch(NamedTuple):
@@ -394,21 +395,23 @@ def merge(
 def _merge(dtype, parts: jax.Array, lses: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     splits, *heads, size = parts.shape
     count = math.prod(heads)
-    # All shares of some columns are in registers at once.
+    # All shares of some columns are in registers at once, of one head or several.
     tile = min(power_of_two(size), max(MERGED // power_of_two(splits, 1), 16))
+    room = max(MERGED // (power_of_two(splits, 1) * tile), 1)
+    each = next((n for n in (4, 2) if n <= room and count % n == 0 and count // n >= MERGING), 1)
     out, lse = pl.pallas_call(
         functools.partial(_merge_kernel, tile=tile),
-        grid=(count, pl.cdiv(size, tile)),
+        grid=(count // each, pl.cdiv(size, tile)),
         in_specs=[
-            pl.BlockSpec((splits, None, size), lambda i, n: (0, i, 0)),
-            pl.BlockSpec((splits, None), lambda i, n: (0, i)),
+            pl.BlockSpec((splits, each, size), lambda i, n: (0, i, 0)),
+            pl.BlockSpec((splits, each), lambda i, n: (0, i)),
         ],
-        out_specs=[pl.BlockSpec((None, size), lambda i, n: (i, 0)), pl.BlockSpec((None,), lambda i, n: (i,))],
+        out_specs=[pl.BlockSpec((each, size), lambda i, n: (i, 0)), pl.BlockSpec((each,), lambda i, n: (i,))],
         out_shape=[
             jax.ShapeDtypeStruct((count, size), dtype),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=1),  # 4 wait for each other: 0.2 us of 1.5
+        compiler_params=plgpu.CompilerParams(num_warps=each),  # more wait for each other: 0.2 us of 1.5
         interpret=interpret,
         name="merge_shares",
     )(parts.reshape(splits, count, size), lses.reshape(splits, count))
@@ -416,16 +419,21 @@ def _merge(dtype, parts: jax.Array, lses: jax.Array, *, interpret: bool = False)
 
 
 def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, tile):
-    """A tile of one query head's columns: parts_ref [splits, h], lses_ref [splits], out_ref [h], lse_ref scalar."""
-    splits, size = parts_ref.shape
-    shares, columns = jnp.arange(power_of_two(splits, 1)), pl.program_id(1) * tile + jnp.arange(tile)
-    lses = plgpu.load(lses_ref.at[shares], mask=shares < splits, other=-jnp.inf)
+    """A tile of columns of R query heads: parts_ref [splits, R, h], lses_ref [splits, R], out_ref [R, h], lse_ref
+    [R]."""
+    splits, each, size = parts_ref.shape
+    shares, heads = jnp.arange(power_of_two(splits, 1)), jnp.arange(each)
+    columns = pl.program_id(1) * tile + jnp.arange(tile)
+    real = (shares < splits)[:, None] & (heads < each)[None]
+    lses = plgpu.load(lses_ref.at[shares[:, None], heads[None]], mask=real, other=-jnp.inf)
     top = lses.max(axis=0)
-    weight = jnp.exp(lses - jnp.where(top > -jnp.inf, top, 0.0))
+    weight = jnp.exp(lses - jnp.where(top > -jnp.inf, top, 0.0)[None])
     total = weight.sum(axis=0)
     total = jnp.where(total > 0, total, 1.0)  # an inactive row: weights 0, top -inf
-    written = (lses > -jnp.inf)[:, None] & (columns < size)[None]
-    parts = plgpu.load(parts_ref.at[shares[:, None], columns[None]], mask=written, other=0)
-    out = (parts * weight[:, None]).sum(axis=0) / total
-    plgpu.store(out_ref.at[columns], out.astype(out_ref.dtype), mask=columns < size)
-    plgpu.store(lse_ref, top + jnp.log(total))  # the same from each tile
+    written = (lses > -jnp.inf)[:, :, None] & (columns < size)[None, None]
+    at = shares[:, None, None], heads[None, :, None], columns[None, None]
+    parts = plgpu.load(parts_ref.at[at], mask=written, other=0)
+    out = (parts * weight[:, :, None]).sum(axis=0) / total[:, None]
+    inside = jnp.broadcast_to((columns < size)[None], out.shape)
+    plgpu.store(out_ref.at[heads[:, None], columns[None]], out.astype(out_ref.dtype), mask=inside)
+    plgpu.store(lse_ref.at[heads], top + jnp.log(total))  # the same from each tile
