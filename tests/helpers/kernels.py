@@ -8,31 +8,51 @@ from collections.abc import Callable, Iterable
 
 import jax
 import pytest
+from _pytest.mark import ParameterSet
 from jax.experimental.pallas import triton
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
-def copies_of(names: Iterable[str], early: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrise `name` and `mode` for a search for races in a TPU kernel.
+def copies_of(
+    names: Iterable[str], early: Iterable[str], further: Iterable[tuple[str, str]] = ()
+) -> pytest.MarkDecorator:
+    """Parametrise `name` and `mode` for a search for races in a TPU kernel; pairs in `further` are release.
 
     The copies of every case happen only when they are waited for ("on_wait"), those of the cases in `early` also as
     soon as they are started ("eager"). Either mode detects races; a race spoils other values in each.
     """
-    cases = [*((name, "on_wait") for name in names), *((name, "eager") for name in early)]
-    return pytest.mark.parametrize(("name", "mode"), cases)
+    pairs = [*((name, "on_wait") for name in names), *((name, "eager") for name in early)]
+    return pytest.mark.parametrize(("name", "mode"), with_further(pairs, further))
+
+
+def with_further(cases: Iterable[tuple], further: Iterable[tuple]) -> list[tuple | ParameterSet]:
+    """The cases; those in `further`, each of which is one of them, are release."""
+    cases, further = list(cases), set(further)
+    unknown = further - set(cases)
+    assert not unknown, unknown
+    return [pytest.param(*case, marks=pytest.mark.release) if case in further else case for case in cases]
 
 
 def on_backends(
-    names: Iterable[str], backends: Iterable[str], raced: Iterable[str] = (), slow: Iterable[str] = ()
+    names: Iterable[str],
+    backends: Iterable[str],
+    raced: Iterable[str] = (),
+    slow: Iterable[str] = (),
+    further: Iterable[tuple[str, str]] = (),
 ) -> pytest.MarkDecorator:
     """Parametrise `name` and `backend`; of the cases in `raced` without "tpu", of those in `slow` with a slow one.
+    Pairs in `further` are release.
 
     A search for races runs the same kernel on the same case, more strictly interpreted, and compares its results too.
     """
     raced, slow = {(name, "tpu") for name in raced}, {(name, "tpu") for name in slow}
     pairs = [pair for pair in itertools.product(names, backends) if pair not in raced]
-    cases = [pytest.param(*pair, marks=[pytest.mark.slow] if pair in slow else []) for pair in pairs]
+    further = set(further)
+    unknown = further - set(pairs)
+    assert not unknown, unknown
+    marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(further, pytest.mark.release)
+    cases = [pytest.param(*pair, marks=marks[pair]) if pair in marks else pair for pair in pairs]
     return pytest.mark.parametrize(("name", "backend"), cases)
 
 

@@ -12,12 +12,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import LatentCache
-from inferlib.ops.quantized import Scheme, quantize
+from inferlib.ops.quantized import Scheme
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_decode_attention
 from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.mla_decode_attention_cases import SCALE, Case
-from tests.helpers.packed_experts import dequantized
+from tests.helpers.packed_experts import rounded
 
 # Several blocks a row, several parts a block, and rows that end in each.
 SMALL = tpu.Blocks(positions=512, part=256, edge=256)
@@ -27,16 +27,20 @@ BACKENDS = {
 }
 CASES = {
     "lengths": Case((0, 1, 255, 256, 257, 511, 512, 0), layers=2),
-    "half precision, keys of 128": Case((0, 1, 300, 512), dtype=jnp.bfloat16, heads=16, rotary=128, fold=1),
-    "four positions a row of keys": Case((0, 511, 513, 1024), slots=1024, rotary=32, fold=4, heads=3),
+    "half precision, keys of 128, 200 queries": Case(
+        (0, 2, 300, 512), dtype=jnp.bfloat16, queries=2, heads=100, rotary=128, fold=1
+    ),
+    "four positions a row of keys, large logits": Case(
+        (0, 511, 513, 1024), slots=1024, rotary=32, fold=4, heads=3, loudness=1e4
+    ),
     "pages": Case((0, 1, 256, 300, 1100), slots=256, columns=5, layers=2),
     "pages of more than a block": Case((768, 1030), slots=768, columns=2),
     "several queries": Case((0, 1, 3, 5, 256, 258, 512), queries=4),
-    "200 queries": Case((2, 300), queries=2, heads=100),
-    "large logits": Case((1, 300), loudness=1e4),
 }
 
 RACES = ("lengths", "pages", "several queries")
+# Blocks within a page, which rows without pages have too.
+FURTHER = [("pages of more than a block", backend) for backend in ("xla", "tpu")]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +52,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "blocks", small)
 
 
-@on_backends(CASES, BACKENDS, RACES, slow=("200 queries",))
+@on_backends(CASES, BACKENDS, RACES, further=FURTHER)
 @pytest.mark.fast_cases(1)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
@@ -75,8 +79,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
     case = Case((0, 3, 128), slots=128, fold=1)
     inputs, cached = case.inputs(), {}
     for name in ("latents", "keys"):
-        cached[name] = quantize(inputs[name], (3,), Scheme("int8"))
-        inputs[name] = dequantized(cached[name], (3,))
+        cached[name], inputs[name] = rounded(Scheme("int8"), inputs[name])
     wants = case.oracle(inputs)
     inputs |= {name: x.values for name, x in cached.items()}
     scales = tuple(cached[name].scales for name in ("latents", "keys"))
@@ -89,7 +92,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("pages",))
+@copies_of(RACES, early=("pages",), further=[("pages", "on_wait"), ("lengths", "on_wait")])
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -15,7 +15,7 @@ from inferlib.attention_values import KvCache
 from inferlib.ops.prefill_attention import BlockList, _tpu_blocks
 from inferlib.pallas_kernels import prefill_attention_gpu, prefill_attention_tpu
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
-from tests.helpers.kernels import copies_of
+from tests.helpers.kernels import copies_of, with_further
 from tests.helpers.prefill_attention_cases import Case
 
 FP8 = "float8_e4m3fn"
@@ -32,12 +32,12 @@ CASES = {
     "ring, sinks": Case((5, 1003), slots=256, group=1, ring=True, sinks=True, options={"window": 200}),
     "pages": Case((0, 1, 16, 17, -1, 80), slots=16, columns=7, layers=2, group=1),
     "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
-    "listed blocks": Case((0, 130, 1000, -1), width=256, slots=1280, listed=7, group=1),
-    "int8": Case((0, 1, 200, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
+    "listed blocks": Case((0, 130, 700, -1), width=128, slots=896, listed=5, group=1),
+    "int8": Case((1, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
     "keys are values, large logits": Case((0, 130), slots=256, heads=1, one=True, loudness=1e4, sinks=True),
 }
 MORE_CASES = {
-    "wide window": Case((0, 1, 270, 512), width=256, slots=768, heads=1, group=1, options={"window": 400}),
+    "wide window": Case((0, 1, 270, 700), slots=768, heads=1, group=1, options={"window": 600}),
     "fp8, half precision, softcap": Case(
         (1, 270, -1), width=32, slots=384, layers=2, heads=1, dtype=jnp.bfloat16, stored=FP8, options={"softcap": 20.0}
     ),
@@ -64,13 +64,22 @@ def small_blocks(monkeypatch):
 
 
 RACES = ("ring, sinks", "pages", "listed blocks", "int8")
+# Options together that other cases have one by one, and positions of any kind, which drawn examples have too.
+FURTHER = {
+    *(("positions dealt out", backend) for backend in ("tpu", "gpu")),
+    *(("wide window", "gpu"), ("beyond the cache", "tpu")),
+    *(("two tiles, the last one not full", backend) for backend in ("xla", "gpu")),
+    *((name, backend) for name in ("pages of blocks", "ring of pages") for backend in ("xla", "tpu")),
+    ("fp8, listed blocks, window, sinks", "tpu"),
+}
 
 
-def of_backends(cases: dict[str, Case]) -> list[tuple[str, str]]:
+def of_backends(cases: dict[str, Case]) -> list:
     """Each case on each backend that takes it, but those of RACES on a TPU, where races are searched for as well."""
     gpu = lambda case: case.listed is None and case.stored is None  # noqa: E731
     takes = {"gpu": lambda name: gpu(cases[name]), "tpu": lambda name: name not in RACES, "xla": lambda name: True}
-    return [(name, backend) for name in cases for backend in BACKENDS if takes[backend](name)]
+    pairs = [(name, backend) for name in cases for backend in BACKENDS if takes[backend](name)]
+    return with_further(pairs, FURTHER & set(pairs))
 
 
 @pytest.mark.parametrize(("name", "backend"), of_backends(CASES))
@@ -134,7 +143,7 @@ def test_sizes_of_blocks_are_checked(sizes):
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("pages",))
+@copies_of(RACES, early=("pages",), further=[("pages", "on_wait")])
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -53,7 +53,7 @@ def kernel():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 @given(seed=SEEDS, spread=st.integers(0, 9), layer=st.integers(0, 2))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_products_of_odd_shapes_on_tpu(name, seed, spread, layer):
     """Of a stack, the layer asked for."""
     rows, inputs, columns = PRODUCTS[name]
@@ -67,7 +67,7 @@ xla = jax.jit(partial(matmul, out_dtype=jnp.float32))
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name in SCHEMES])
 @given(seed=SEEDS, spread=st.integers(0, 9))
-@settings(max_examples=10)
+@settings(max_examples=5)
 @pytest.mark.fast_cases(2)
 def test_products_of_odd_shapes_by_xla(name, seed, spread):
     rows, inputs, columns = PRODUCTS[name]
@@ -112,7 +112,7 @@ def compiled(backend: str):
 @pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("name", GROUPS)
 @given(ends=ENDS, seed=SEEDS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @pytest.mark.fast_cases(1)
 def test_products_of_any_groups(name, backend, ends, seed):
     sizes = tuple(np.diff(sorted(ends), prepend=0).tolist())
