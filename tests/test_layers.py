@@ -64,6 +64,8 @@ VALUES = "inferlib.attention_values"
 KERNELS, OPS = LEVEL_OF["inferlib.pallas_kernels"], LEVEL_OF["inferlib.ops"]
 KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "ml_dtypes", "nki", "numpy"}
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+WANTED = (ast.Import, ast.ImportFrom, ast.Name, ast.arg, ast.Module, ast.ClassDef, *Function.__args__)
 MOST_LINES, MOST_PARAMETERS = 60, 8
 RETIRED = frozenset({"boxes", "few", "found", "given", "held", "kept", "own", "placed", "plain"})
 
@@ -91,15 +93,17 @@ def level_of(module: str) -> int:
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of a file that any test looks at, in the order of `ast.walk`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, WANTED))
 
 
 @cache
 def imports(module: str) -> frozenset[str]:
     """Modules that a module imports anywhere: in functions and for type checkers too."""
     names = set()
-    for node in ast.walk(parse(MODULES[module])):
+    for node in nodes(MODULES[module]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -184,13 +188,12 @@ def test_importing_the_package_imports_no_jax():
 # ---- functions and names
 
 SOURCES = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(path: Path) -> Iterator[Function]:
     """The functions of a file, but for the bodies of kernels."""
     kernels = {"pallas_kernels", "nki_kernels"} & set(path.relative_to(ROOT).parts)
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, Function) and not (kernels and node.name.endswith("kernel")):
             yield node
 
@@ -220,7 +223,7 @@ def test_functions_take_few_parameters():
 
 def retired(path: Path) -> Iterator[str]:
     """Definitions with a name that says nothing: variables, arguments, functions, classes."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         name = ""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
@@ -245,7 +248,7 @@ FRAGMENTS = ("Of ", "That ", "The same", "Those ")
 
 def fragments(path: Path) -> Iterator[str]:
     """The docstrings of a file that begin in the middle of a sentence."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, (*Function.__args__, ast.ClassDef, ast.Module)):
             text = ast.get_docstring(node) or ""
             if text.startswith(FRAGMENTS):

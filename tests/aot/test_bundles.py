@@ -191,6 +191,10 @@ MOST_CYCLES = {
     },
 }
 
+# Kernels that `test_compile_tpu` compiles for this generation or another, as parts of programs.
+FURTHER = ("collective_matmul", "expert_mlp", "grouped_matmul", "mla_decode_attention")
+FURTHER += ("mla_prefill_attention", "prefill_attention")
+
 _compiler: list[KernelCompiler] = []
 
 
@@ -230,7 +234,7 @@ def test_the_benchmark_as_a_command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("generation", "kernel"),
     [
-        pytest.param(at, kernel, id=f"{kernel}-{name}", marks=[pytest.mark.release] if at else [])
+        pytest.param(at, kernel, id=f"{kernel}-{name}", marks=[pytest.mark.release] * (at > 0 or kernel in FURTHER))
         for at, name in enumerate(GENERATIONS)  # so that tests of one share its compiler
         for kernel, bounds in (MOST | MOST_CYCLES).items()
         if any(of_case[at] for of_case in bounds.values())

@@ -127,7 +127,7 @@ def test_a_finding_says_where_and_why():
 def programs(family: str) -> ProgramSet:
     options = {**SIZES, **FAMILIES[family]}
     if not any("layer" in name for name in FAMILIES[family]):  # all alike
-        options["num_hidden_layers"] = 2
+        options["num_hidden_layers"] = 1
     options = {k: v for k, v in options.items() if v is not None or k != "head_dim"}
     hf = AutoConfig.for_model(family, **options).to_dict()
     hf["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
@@ -214,7 +214,7 @@ def _printed(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
 def run(model: Path, *more: str):

@@ -81,9 +81,11 @@ def compiled(run: Callable, **static: Any) -> Callable:
     return jax.jit(lambda inputs: run(**inputs, **static))
 
 
-def backends(names: Iterable[str]) -> list[Any]:
-    """The stand-in of Trainium computes element by element; kernels for TPUs take long to compile."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in ("nki", "tpu") else []) for name in names]
+def backends(names: Iterable[str], further: str = "") -> list[Any]:
+    """The stand-in of Trainium computes element by element; kernels for TPUs take long to compile. further: release,
+    as another test has the kernel of this one."""
+    slow = {"nki": pytest.mark.slow, "tpu": pytest.mark.slow, further: pytest.mark.release}
+    return [pytest.param(name, marks=[slow[name]] if name in slow else []) for name in names]
 
 
 merge = jax.jit(lambda parts: merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True))))
@@ -106,7 +108,7 @@ DECODE = {
 LENGTHS = rows_of(4, near(80, 16, 20, 32))
 
 
-@pytest.mark.parametrize("backend", backends(DECODE))
+@pytest.mark.parametrize("backend", backends(DECODE, "nki"))
 @given(lengths=LENGTHS, cuts=rows_of(4, near(80, 16)), seed=SEEDS, loudness=LOUDNESS)
 @settings(max_examples=5)
 def test_decode_of_any_lengths_cut_anywhere(backend, lengths, cuts, seed, loudness):
@@ -122,7 +124,7 @@ def test_decode_of_any_lengths_cut_anywhere(backend, lengths, cuts, seed, loudne
 
 
 @pytest.mark.parametrize("window", [20, pytest.param(1, marks=pytest.mark.release)])
-@pytest.mark.parametrize("backend", backends(DECODE))
+@pytest.mark.parametrize("backend", backends(DECODE, "tpu"))
 @given(lengths=LENGTHS, seed=SEEDS)
 @settings(max_examples=5)
 def test_decode_of_any_lengths_within_a_window(backend, window, lengths, seed):
@@ -161,7 +163,7 @@ def parts_of_chunks(inputs: dict[str, Any], cuts: Sequence[int], cells: dict[str
     yield rest | {"positions": jnp.maximum(positions - cuts[:, None], -1)}
 
 
-@pytest.mark.parametrize("backend", backends(PREFILL))
+@pytest.mark.parametrize("backend", backends(PREFILL, "nki"))
 @given(starts=rows_of(3, STARTS), cuts=rows_of(3, near(192, 32, 128)), seed=SEEDS, loudness=LOUDNESS)
 @settings(max_examples=5)
 def test_prefill_from_any_starts_cut_anywhere(backend, starts, cuts, seed, loudness):

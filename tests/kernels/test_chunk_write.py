@@ -27,6 +27,7 @@ CASES = {
     "fp8": ("float8_e4m3fn", 128, 384, 1, ((0, 0), (3, 3), (1, 257), (2, 383)), False),
 }
 RACES = ("bfloat16, ring", "int8, odd tiles")
+FURTHER = [("int8, one tile of scales", "xla"), ("int8, ring", "xla"), ("int8, ring", "tpu")]
 
 
 def check(run, dtype, width, slots, heads, places, ring, size=128):
@@ -53,14 +54,14 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
         np.testing.assert_array_equal(np.asarray(x).view(bits), want.view(bits))
 
 
-@on_backends(CASES, BACKENDS, RACES)
+@on_backends(CASES, BACKENDS, RACES, further=FURTHER)
 @pytest.mark.fast_cases(3)
 def test_chunks_are_written(name, backend):
     check(BACKENDS[backend], *CASES[name])
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("int8, odd tiles",))
+@copies_of(RACES, early=("int8, odd tiles",), further=[("int8, odd tiles", "on_wait")])
 def test_the_kernel_has_no_races(name, mode, capsys):
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     check(partial(chunk_write_tpu.chunk_write, interpret=params), *CASES[name])

@@ -23,11 +23,19 @@ BACKENDS = {
 }
 CASES = {
     "lengths": Case((0, 1, 127, 128, 129, 256, 0)),
-    "half precision, softcap, sinks": Case((0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}),
+    "half precision, softcap, sinks, head size 80, odd groups": Case(
+        (0, 1, 33, 144),
+        dtype=jnp.bfloat16,
+        sinks=True,
+        options={"softcap": 20.0},
+        size=80,
+        group=7,
+        heads=3,
+        slots=144,
+    ),
     "window": Case((0, 1, 49, 50, 51, 178, 256), options={"window": 50}),
     "ring": Case((0, 1, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 100}),
     "ring of an odd number of units": Case((300, 383, 384, 1030), slots=384, ring=True, options={"window": 300}),
-    "head size 80, odd groups": Case((33, 144), size=80, group=7, heads=3, slots=144),
     "large logits": Case((1, 200), loudness=1e4, sinks=True),
 }
 # What the kernel for GPUs does not have.
@@ -72,7 +80,9 @@ WRITING_CASES = {
 }
 # Rows that the kernel for TPUs takes several at a time: their number is a multiple of four.
 SHORT_CASES = {
-    "short rows": Case((0, 1, 15, 16, 17, 48, 0, 33), slots=48, options={"softcap": 20.0}, layers=2),
+    "short rows": Case(
+        (0, 1, 15, 16, 17, 48, 0, 33), slots=48, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, layers=2
+    ),
     "short rows in pages, window, softcap": Case(
         (0, 49, 51, 128), options={"window": 50, "softcap": 20.0}, slots=32, columns=4, layers=2
     ),
@@ -88,8 +98,17 @@ SHORT_CASES = {
     "short rows, rings of pages, several written": Case(
         (3, 40, 63, 66, 100, 163, 0, 80), queries=2, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
     ),
-    "short rows, a tree, keys that are values": Case(
-        (0, 2, 5, 130), size=128, queries=5, tree=True, one=True, options={"window": 100}, slots=136
+    "short rows in a ring of pages, a tree, keys that are values": Case(
+        (0, 2, 5, 300),
+        size=128,
+        queries=5,
+        tree=True,
+        one=True,
+        options={"window": 100},
+        slots=40,
+        columns=4,
+        ring=True,
+        writes=True,
     ),
     "short rows, int8, written to some": Case(
         (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)
@@ -104,21 +123,25 @@ RACES = (
     *("ring of an odd number of units", "pages", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "int8, written to some rows"),
     *("short rows, full rings", "short rows, rings of pages, several written"),
-    *("short rows, a tree, keys that are values", "short rows, int8, written to some"),
+    *("short rows in a ring of pages, a tree, keys that are values", "short rows, int8, written to some"),
 )
 EARLY = ("pages", "several written to a ring of pages", "short rows, rings of pages, several written")
 # Options together that other cases have one by one.
 FURTHER_RACES = [
     *((name, mode) for name in EARLY[1:2] for mode in ("on_wait", "eager")),
     *(("pages", "on_wait"), ("short rows, full rings", "on_wait")),
-    ("short rows, rings of pages, several written", "eager"),
+    *(("short rows, rings of pages, several written", mode) for mode in ("on_wait", "eager")),
 ]
 FURTHER = [
     ("ring of an odd number of units", "xla"),
     ("ring of an odd number of units", "gpu"),
-    *((name, "tpu") for name in ("window", "ring", "large logits")),
+    # Drawn lengths are on a TPU in `test_attention_properties`.
+    *((name, "tpu") for name in ("lengths", "ring", "large logits")),
 ]
 MORE_FURTHER = ("keys that are values", "ring of pages", "a tree of new tokens", "several queries, pages")
+FURTHER_SHORT = [
+    (f"short rows{rest}", "tpu") for rest in (" in pages, window, softcap", ", fp8 in half precision, written")
+]
 FURTHER_QUANTISED = ("fp8 in half precision, softcap, sinks", "int8 ring")
 FURTHER_WRITING = [
     *(("a tree, keys that are values", "xla"), ("written to a full ring", "tpu")),
@@ -164,7 +187,7 @@ def test_new_cells_are_written(name, backend):
 
 
 @pytest.mark.slow
-@on_backends(SHORT_CASES, ("tpu",), RACES, further=[("short rows in pages, window, softcap", "tpu")])
+@on_backends(SHORT_CASES, ("tpu",), RACES, further=FURTHER_SHORT)
 def test_short_rows(name, backend, monkeypatch):
     """Eight at a time, or four, so that eight are two groups."""
     monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name == "short rows" else (4,))
@@ -175,7 +198,7 @@ def test_short_rows(name, backend, monkeypatch):
 def test_written_blocks_that_are_one_part(monkeypatch):
     """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)
-    case = Case((0, 1, 256, 257, 600, 768, 0, 513), heads=1, size=128, slots=768, stored="int8", writes=True)
+    case = Case((0, 1, 256, 257, 600, 768, 0, 513), heads=1, size=128, slots=768, stored="float8_e4m3fn", writes=True)
     case.check(BACKENDS["tpu"])
 
 

@@ -58,7 +58,13 @@ def balance(monkeypatch, programs: int) -> None:
     monkeypatch.setattr(decode_attention_gpu, "BALANCED", Launch(programs, stages=2))
 
 
-@pytest.mark.parametrize("name", PAGES | RINGS | QUERIES)
+# What other cases have with other pages.
+FURTHER = ("odd groups of size 80, half precision", "ring of pages, a window of all", "several queries in a ring")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.release] * (x in FURTHER)) for x in PAGES | RINGS | QUERIES]
+)
 @pytest.mark.fast_cases(4)
 def test_pages_and_several_queries(name, monkeypatch):
     """In many shares or in few."""

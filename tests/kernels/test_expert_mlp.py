@@ -101,7 +101,7 @@ WIDE = {
 RACES = ("some", "none", "pieces", "pieces, mxfp4")
 
 
-@on_backends(CASES, ("xla", "tpu"), RACES)
+@on_backends(CASES, ("xla", "tpu"), RACES, further=[("mxfp4", "tpu"), ("mxfp8", "xla")])
 @pytest.mark.fast_cases(3)
 def test_equals_the_oracle(name, backend):
     run = partial(expert_mlp, backend={"xla": "xla", "tpu": "pallas_tpu"}[backend])
@@ -117,7 +117,8 @@ def test_the_trainium_kernel_on_its_stand_in(name):
     ("name", "buffers"),
     [
         *(("pieces", 3), ("float4", 2)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("pieces, int8", 2), ("pieces, fp8_block", 3))),
+        pytest.param("pieces, int8", 2, marks=pytest.mark.release),
+        pytest.param("pieces, fp8_block", 3, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.fast_cases(1)
@@ -127,7 +128,7 @@ def test_in_pieces(name, buffers):
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("pieces, mxfp4",))
+@copies_of(RACES, early=("pieces, mxfp4",), further=[("pieces, mxfp4", "on_wait")])
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), (CASES | WIDE)[name]

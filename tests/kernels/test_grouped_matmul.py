@@ -39,6 +39,7 @@ CASES = {
         (7, 83, 3, 5),
         112,
         replace(ONCE, columns=320, together=256),
+        parts=1,
         inner=160,
         outer=320,
         dtype="bfloat16",
@@ -52,13 +53,14 @@ CASES = {
     ),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }
+FURTHER = {"mxfp4, once": pytest.mark.release}
 RACES = ("around a tile of rows", "three buffers", "rows of no group", "mxfp4")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if case.scheme and name != "mxfp4, once" else [])
+        pytest.param(name, marks=[FURTHER.get(name, pytest.mark.slow)] if case.scheme else [])
         for name, case in CASES.items()
         if name not in RACES
     ],
@@ -74,7 +76,7 @@ def test_equals_the_oracle(name):
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("mxfp4",))
+@copies_of(RACES, early=("mxfp4",), further=[("mxfp4", "on_wait")])
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]

@@ -22,7 +22,7 @@ BACKENDS = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, 
 CASES = {
     "starts at edges of blocks": Case((0, 1, 255, -1, 256, 257, 480)),
     "half precision, two tiles, the last one not full": Case(
-        (130, 512), width=384, slots=1024, heads=2, rank=256, dtype=jnp.bfloat16
+        (130, 512), width=384, slots=1024, heads=2, rank=256, rotary=128, fold=1, value=256, dtype=jnp.bfloat16
     ),
     "four positions a row of keys, beyond the cache": Case(
         (0, 511, 600), slots=1024, rotary=32, fold=4, nope=64, limit=520
@@ -35,10 +35,12 @@ CASES = {
 }
 
 RACES = ("starts at edges of blocks", "pages, stacked layers")
+FURTHER_RACES = [("pages, stacked layers", "on_wait"), ("starts at edges of blocks", "on_wait")]
 # Positions of any kind, which drawn examples have too, and sizes that make no difference to XLA.
 FURTHER = [
     ("positions dealt out", "tpu"),
-    *((name, "xla") for name in ("starts at edges of blocks", "keys of 128, values of 256, large logits")),
+    ("starts at edges of blocks", "xla"),
+    *(("keys of 128, values of 256, large logits", backend) for backend in BACKENDS),
 ]
 
 
@@ -134,7 +136,7 @@ def test_blocks_for_any_shape(monkeypatch):
 
 
 @pytest.mark.slow
-@copies_of(RACES, early=("pages, stacked layers",), further=[("pages, stacked layers", "on_wait")])
+@copies_of(RACES, early=("pages, stacked layers",), further=FURTHER_RACES)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

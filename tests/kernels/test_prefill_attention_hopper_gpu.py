@@ -69,7 +69,7 @@ def hold(got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array], ca
 
 def shapes_of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache, jax.ShapeDtypeStruct]:
     """The queries, the cache and the positions of a case."""
-    inputs = case.inputs(0)
+    inputs = replace(case, starts=(-1,) * len(case.starts)).inputs(0)  # without cells, which take time to draw
     shape = lambda name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype)  # noqa: E731
     pages = shape("pages") if case.columns else None
     cache = KvCache(**{"k": shape("k"), "v": shape("v"), "pages": pages, "ring": case.ring} | changes)

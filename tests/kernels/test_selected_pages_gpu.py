@@ -36,9 +36,13 @@ def test_chooses_what_xla_chooses(ties, count):
     kernel = partial(select_blocks, size=SIZE, count=count, interpret=True)
     table, seen = jax.jit(kernel)(q, jnp.asarray(summaries), jnp.asarray(pages), lengths)
 
-    of_rows = jnp.asarray(summaries).at[pages].get(mode="clip").reshape(rows, BLOCKS, HEADS, 2 * WIDTH)
-    bounds = upper_bounds(q[:, None], of_rows)
-    blocks, expected = selected_blocks(bounds, jnp.broadcast_to(lengths[:, None, None], (rows, 1, HEADS)), SIZE, count)
+    @jax.jit
+    def by_xla(q, of_rows, lengths):
+        bounds = upper_bounds(q[:, None], of_rows)
+        return selected_blocks(bounds, jnp.broadcast_to(lengths[:, None, None], (rows, 1, HEADS)), SIZE, count)
+
+    of_rows = summaries[np.minimum(pages, rows * PAGES - 1)].reshape(rows, BLOCKS, HEADS, 2 * WIDTH)
+    blocks, expected = by_xla(q, of_rows, lengths)
     blocks = np.asarray(blocks)[:, 0]
     numbers = np.minimum(pages[np.arange(rows)[:, None, None], blocks // EACH], rows * PAGES - 1)
     of_heads = (numbers * HEADS + np.arange(HEADS)[:, None]) * EACH + blocks % EACH

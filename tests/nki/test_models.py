@@ -14,8 +14,10 @@ from tests.helpers.tokenizer import write_tokenizer
 NKI = Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki")
 FAMILIES = [
     pytest.param("qwen3_moe", {"num_hidden_layers": 1}),
-    pytest.param("deepseek_v3", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
-    pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
+    # `test_drafts_are_verified_over_latents_by_the_kernel` has this one, too.
+    pytest.param("deepseek_v3", {"num_hidden_layers": 2}, marks=pytest.mark.release),
+    # Its sinks are among the cases of `test_kernels`.
+    pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.release),
     # A sliding window, whose ring wraps, and a softcap.
     pytest.param("gemma2", {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0}, marks=pytest.mark.slow),
 ]

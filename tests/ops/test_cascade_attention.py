@@ -57,8 +57,8 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
     ("group", "backend"),
     [
         *((1, "pallas_gpu"), (4, "xla"), (48, "pallas_gpu")),
-        *((4, "pallas_tpu"), pytest.param(1, "pallas_tpu", marks=pytest.mark.slow)),
-        pytest.param(48, "pallas_tpu", marks=pytest.mark.slow),
+        (4, "pallas_tpu"),
+        *(pytest.param(group, "pallas_tpu", marks=pytest.mark.release) for group in (1, 48)),
     ],
 )
 def test_equals_rows_alone(backend, group, monkeypatch):

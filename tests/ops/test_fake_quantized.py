@@ -11,6 +11,7 @@ from inferlib.models.quantization import QUANTIZATIONS
 from inferlib.ops.fake_quantized import FakeQuantizedWeight, fake_quantized
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import Scheme, quantize
+from tests.helpers.packed_experts import dequantized, quantized
 
 
 def test_gradients_are_those_of_learned_steps():
@@ -30,12 +31,21 @@ def test_gradients_are_those_of_learned_steps():
 @pytest.mark.parametrize("name", ["int8_a8", "mxfp8_a8", "mxfp4_a8"])
 def test_products_round_inputs_as_the_scheme_does(name):
     scheme = QUANTIZATIONS[name]
-    x = jax.random.normal(jax.random.key(0), (256, 64))
-    w = quantize(jax.random.normal(jax.random.key(1), (64, 32)), (0,), scheme)
-    fake = FakeQuantizedWeight(w.dequantized((0,), jnp.float32).reshape(64, 32), scheme)
-    np.testing.assert_allclose(matmul(x, fake), matmul(x, w), rtol=0, atol=1e-4)
-    slope = jax.grad(lambda x: matmul(x, fake).sum())(x)
-    np.testing.assert_allclose(slope, jnp.broadcast_to(fake.values.sum(1), x.shape), rtol=1e-5, atol=1e-5)
+    rng = np.random.default_rng(0)
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((256, 64), (64, 32)))
+    w = quantized(weight, (0,), scheme)
+    values = np.asarray(dequantized(w, (0,))).reshape(64, 32)
+
+    @jax.jit
+    def run(x, w, values):
+        def fake(x):
+            return matmul(x, FakeQuantizedWeight(values, scheme))
+
+        return fake(x), matmul(x, w), jax.grad(lambda x: fake(x).sum())(x)
+
+    product, expected, slope = run(x, w, values)
+    np.testing.assert_allclose(product, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(slope, np.broadcast_to(values.sum(1), x.shape), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

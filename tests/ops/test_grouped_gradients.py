@@ -14,7 +14,7 @@ from inferlib.ops import grouped_gradients
 from inferlib.ops.fake_quantized import FakeQuantizedWeight
 from inferlib.ops.grouped_gradients import grouped_matmul_with_gradients
 from inferlib.ops.grouped_matmul import grouped_matmul
-from inferlib.ops.quantized import quantize
+from tests.helpers.packed_experts import dequantized, quantized
 
 
 def gradients_by_numpy(x, w, sizes, rows, slopes) -> tuple[np.ndarray, np.ndarray]:
@@ -67,8 +67,8 @@ def test_fake_quantised_groups_multiply_as_quantised_ones_do(name):
     """And gradients go straight through the rounding of inputs."""
     scheme, rng = QUANTIZATIONS[name], np.random.default_rng(0)
     x, sizes = jnp.asarray(rng.normal(size=(24, 64)), jnp.float32), jnp.asarray([9, 0, 15], jnp.int32)
-    w = quantize(jnp.asarray(rng.normal(size=(3, 64, 16)), jnp.float32), (1,), scheme)
-    values = w.dequantized((1,), jnp.float32).reshape(3, 64, 16)
+    w = quantized(jnp.asarray(rng.normal(size=(3, 64, 16)), jnp.float32), (1,), scheme)
+    values = np.asarray(dequantized(w, (1,))).reshape(3, 64, 16)
 
     @jax.jit
     def run(x, w, values):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,9 +44,10 @@ def test_numbers_are_those_of_numpy(size, which, cells):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spoils_its_cell_alone(cells, bad):
     x = GENERATOR.standard_normal((4, 16)).astype(np.float32)
-    good = np.asarray(cells.decode(cells.encode(x), jnp.float32))
+    through = jax.jit(lambda x: cells.decode(cells.encode(x), jnp.float32))
+    good = np.asarray(through(x))
     x[2, 5] = bad
-    numbers = np.asarray(cells.decode(cells.encode(x), jnp.float32))
+    numbers = np.asarray(through(x))
     assert not np.isfinite(numbers[2]).any()
     np.testing.assert_array_equal(np.delete(numbers, 2, 0), np.delete(good, 2, 0))
 
@@ -55,14 +58,15 @@ def test_attention_reads_the_numbers_in_cells():
     heads, size, slots, lengths = 2, 16, 16, jnp.array([600, 0, 37], jnp.int32)
     pages = jnp.asarray(GENERATOR.permutation(3 * 40).reshape(3, 40), jnp.int32)
     cells = [GENERATOR.standard_normal((120, heads, slots, size)).astype(np.float32) for _ in range(2)]
-    k, v = KEYS.encode(cells[0]), VALUES.encode(cells[1])
+    k, v = (np.asarray(jax.jit(form.encode)(x)) for form, x in zip((KEYS, VALUES), cells, strict=True))
     seen = np.zeros((120, slots), bool)
     for row, length in enumerate([600, 0, 37]):
         for position in range(length):
             seen[pages[row, position // slots], position % slots] = True
-    k, v = (jnp.where(seen[:, None, :, None], x, 255) for x in (k, v))
+    k, v = (jnp.asarray(np.where(seen[:, None, :, None], x, 255).astype(x.dtype)) for x in (k, v))
     packed = KvCache(k, v, pages=pages)
-    numbers = KvCache(decoded_keys(k, jnp.float32), decoded_values(v, jnp.float32), pages=pages)
+    decode = (jax.jit(partial(form, dtype=jnp.float32)) for form in (decoded_keys, decoded_values))
+    numbers = KvCache(*(form(x) for form, x in zip(decode, (k, v), strict=True)), pages=pages)
     options = AttentionOptions(0.25)
     q = GENERATOR.standard_normal((3, heads, 2, size)).astype(np.float32)
     decode = jax.jit(lambda cache: decode_attention(q, cache, lengths, options)[:2])

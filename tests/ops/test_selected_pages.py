@@ -122,7 +122,8 @@ def by_the_paper(
 @pytest.mark.parametrize(
     ("kind", "queries", "backend", "directions"),
     [
-        *((kind, 1, "xla", WIDTH) for kind in ("normal", "ties", "zeros")),
+        *((kind, 1, "xla", WIDTH) for kind in ("normal", "ties")),
+        pytest.param("zeros", 1, "xla", WIDTH, marks=pytest.mark.release),
         *(("ties", 3, "pallas_gpu", WIDTH), ("zeros", 1, "pallas_gpu", WIDTH), ("ties", 1, "pallas_tpu", WIDTH)),
         *(("outliers", 3, "xla", 4), ("normal", 3, "pallas_gpu", 4)),
     ],
@@ -212,7 +213,8 @@ def test_many_blocks_are_sorted_and_few_are_counted(count, monkeypatch):
     for most in (40, 39):
         monkeypatch.setattr(selected_pages, "_COUNTED", most)
         inputs = jnp.asarray(bounds), jnp.asarray(lengths, jnp.int32)
-        results.append([np.asarray(x) for x in selected_pages.selected_blocks(*inputs, BLOCK, count)])
+        choose = jax.jit(lambda *x: selected_pages.selected_blocks(*x, BLOCK, count))
+        results.append([np.asarray(x) for x in choose(*inputs)])
     for counted, ordered in zip(*results, strict=True):
         np.testing.assert_array_equal(counted, ordered)
     for blocks, row, length in zip(results[0][0], bounds, lengths, strict=True):

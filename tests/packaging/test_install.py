@@ -104,7 +104,7 @@ def built(tmp_path_factory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.fixture(scope="session", params=["wheel", "sdist", "editable"])
+@pytest.fixture(scope="session", params=["wheel", pytest.param("sdist", marks=pytest.mark.release), "editable"])
 def environment(request, tmp_path_factory, source, built) -> Environment:
     folder = tmp_path_factory.mktemp(request.param)
     venv.create(folder, symlinks=os.name != "nt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from inferlib.option_checks import ConfigurationError
 from inferlib.planning.costs import Deployed
 from inferlib.planning.draft_layers import DeployedLayer
 from inferlib.planning.drafts import Drafts
+from inferlib.planning.planner import Option
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.targets import parse_target
@@ -54,10 +56,16 @@ def test_a_head_reads_itself(tmp_path, checkpoint):
     assert drafts_option(f"eagle3:{folder}:3", 0.5, source) == Drafts(Speculation("eagle3", 3, folder), 0.5, head=head)
 
 
+@cache
+def options(drafting: bool) -> list[Option]:
+    """Plans of DeepSeek-V3 for four requests."""
+    drafts = Drafts(Speculation("mtp", 3), 0.8) if drafting else None
+    return plan("deepseek-v3", "v6e-256", Workload(1024, 256, 4), drafts=drafts).ranking.options
+
+
 @pytest.mark.slow
 def test_plans_draft_where_layers_pay():
-    drafts, work = Drafts(Speculation("mtp", 3), 0.8), Workload(1024, 256, 4)
-    without, drafting = (plan("deepseek-v3", "v6e-256", work, drafts=it).ranking.options for it in (None, drafts))
+    without, drafting = options(False), options(True)
     drafted = next(o for o in drafting if o.drafts)  # the best mesh may split positions
     mesh = drafted.deployed.parallel, drafted.batch, drafted.deployed.weights
     alike = (o for o in without if (o.deployed.parallel, o.batch, o.deployed.weights) == mesh)
@@ -68,9 +76,7 @@ def test_plans_draft_where_layers_pay():
 @pytest.mark.slow
 def test_meshes_that_split_positions_draft_too():
     """On TPUs each query of a row reads the row's cells, as those that they see are no range of a device's."""
-    drafts = Drafts(Speculation("mtp", 3), 0.8)
-    options = plan("deepseek-v3", "v6e-256", Workload(1024, 256, 4), drafts=drafts).ranking.options
-    split = [o for o in options if o.deployed.shards.size(axes.POSITIONS) > 1]
+    split = [o for o in options(True) if o.deployed.shards.size(axes.POSITIONS) > 1]
     assert split
     assert any(o.drafts for o in split)
     deployed = max(split, key=lambda o: o.drafts).deployed

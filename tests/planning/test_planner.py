@@ -260,7 +260,7 @@ def test_bounded_caches_that_cannot_be_planned():
 
 @pytest.mark.slow
 def test_command(tmp_path):
-    arguments = ("--config", "llama3-8b", "--target", "v5e-8", "--input-len", "512", "--concurrency", "16")
+    arguments = ("--config", "llama3-8b", "--target", "v5e-4", "--input-len", "512", "--concurrency", "16")
     picture = tmp_path / "frontier.svg"
     screen = run(*arguments, "--slo", "itl=0.02", "--plot", str(picture))
     assert screen.exit_code == 0, screen.output

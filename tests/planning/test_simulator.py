@@ -123,8 +123,11 @@ def test_one_request_by_hand():
     assert result.steps.padded == 0
 
 
+FURTHER = ("tp=4", "cp=2,tp=2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp=4", "tp=2,dp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("parallel", ["tp=2,dp=2", *(pytest.param(x, marks=pytest.mark.release) for x in FURTHER)])
 def test_requests_come_when_they_are_offered(parallel):
     it = deployed("llama3-8b", "v5e-4", parallel)
     offers = at_rate(usual_trace(60), rate=6.0)
