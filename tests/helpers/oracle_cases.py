@@ -174,12 +174,13 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint to compare on a prompt of `length` tokens, run with `length` as the longest sequence."""
+    """A checkpoint to compare on a prompt of `length` tokens, run with `length` as the longest sequence. Prompts of one
+    length share programs of single operations; states have chunks of 64 tokens."""
 
     name: str
     family: str
     options: dict[str, Any] = field(default_factory=dict)
-    length: int = 48
+    length: int = 80
 
 
 def _rope(kind: str, theta: float = 1e4, **options: Any) -> dict[str, Any]:
@@ -278,7 +279,7 @@ CASES = [
     Case("gemma4-values", "gemma4_text", {"attention_k_eq_v": False, "final_logit_softcapping": 4.0}),
     Case("phi3", "phi3"),
     Case("phi3-partial", "phi3", {**_rope("default", partial_rotary_factor=0.5), "sliding_window": None}),
-    Case("phi3-longrope-short", "phi3", _PHI_LONG, length=32),
+    Case("phi3-longrope-short", "phi3", _PHI_LONG | {"original_max_position_embeddings": 128}),
     Case("phi3-longrope-long", "phi3", _PHI_LONG),
     Case("olmo2", "olmo2"),
     Case("olmo2-biases", "olmo2", {"attention_bias": True}),
@@ -364,7 +365,7 @@ CASES = [
         "phimoe-longrope-biases",
         "phimoe",
         {
-            **_rope("longrope", **_PHIMOE_FACTORS, original_max_position_embeddings=64),
+            **_rope("longrope", **_PHIMOE_FACTORS, original_max_position_embeddings=128),
             "attention_bias": True,
             "lm_head_bias": True,
             "router_jitter_noise": 0.3,
@@ -391,17 +392,17 @@ CASES = [
         "laguna",
         {"gating": "per-element", "moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 1.7},
     ),
-    Case("qwen3-next", "qwen3_next", length=80),
+    Case("qwen3-next", "qwen3_next"),
     Case(
         "qwen3-next-mixed",
         "qwen3_next",
         {"layer_types": [_FULL, *["linear_attention"] * 3], "mlp_only_layers": [1], "norm_topk_prob": False}
         | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "num_hidden_layers": 4},
     ),
-    Case("qwen3.5", "qwen3_5_text", length=80),
+    Case("qwen3.5", "qwen3_5_text"),
     Case("qwen3.5-tied", "qwen3_5_text", {"tie_word_embeddings": True, "full_attention_interval": 2}),
     Case("qwen3.5-moe", "qwen3_5_moe_text"),
-    Case("nemotron-h", "nemotron_h", length=80),
+    Case("nemotron-h", "nemotron_h"),
     Case(
         "nemotron-h-limited",
         "nemotron_h",
@@ -417,7 +418,7 @@ CASES = [
         | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.7}
         | {"n_group": 4, "topk_group": 2},
     ),
-    Case("granite-hybrid", "granitemoehybrid", length=80),
+    Case("granite-hybrid", "granitemoehybrid"),
     Case(
         "granite-hybrid-dense",
         "granitemoehybrid",
@@ -427,16 +428,16 @@ CASES = [
     Case("bamba", "bamba"),
     Case("bamba-biases", "bamba", {"attention_bias": True, "mlp_bias": True, "mamba_d_head": 16, "mamba_n_heads": 12}),
     Case("qwen3-moe-mixed", "qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
-    Case("minimax", "minimax", length=80),
+    Case("minimax", "minimax"),
     Case("minimax-plain", "minimax", {"layer_types": None, "mlp_beta_factor": 0.6, "num_hidden_layers": 3}),
-    Case("kimi-linear", "kimi_linear", length=80),
+    Case("kimi-linear", "kimi_linear"),
     Case(
         "kimi-linear-mixed",
         "kimi_linear",
         {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
         | {"q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense", "dense"], "linear_conv_kernel_dim": 2},
     ),
-    Case("olmo-hybrid", "olmo_hybrid", length=80),
+    Case("olmo-hybrid", "olmo_hybrid"),
     Case(
         "olmo-hybrid-plain",
         "olmo_hybrid",

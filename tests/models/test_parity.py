@@ -30,10 +30,30 @@ TOLERANCE = 1e-4  # of the logits' standard deviation, which is 1 to 2; up to 5e
 STACKED = ("llama", "ministral", "gemma3", "gemma3n", "gemma4", "qwen3.5", "deepseek-v3", "lfm2-moe")
 # Fewer layers than variants have: each kind once, or a dense one and one with experts.
 _TWO = {"num_hidden_layers": 2}
-_HYBRID = {**_TWO, "layer_types": ["linear_attention", "full_attention"]}
-FEWER = dict.fromkeys(("qwen3-next", "qwen3.5-moe", "minimax", "kimi-linear", "olmo-hybrid"), _HYBRID)
+_LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
+_HYBRID, _WINDOW = {**_TWO, "layer_types": [_LINEAR, _FULL]}, {**_TWO, "layer_types": [_SLIDING, _FULL]}
+FEWER = dict.fromkeys(("qwen3-next", "qwen3.5-moe", "minimax", "kimi-linear", "olmo-hybrid", "qwen3.5-tied"), _HYBRID)
 FEWER |= dict.fromkeys(("deepseek-v2", "glm4-moe-lite", "gpt-oss", "mimo-v2-flash", "mixtral", "qwen2-moe"), _TWO)
 FEWER |= dict.fromkeys(("qwen3-moe", "olmoe", "granite-moe", "phimoe", "glm4-moe", "dots1", "minimax-m2"), _TWO)
+FEWER |= dict.fromkeys(("deepseek-v2-groups", "deepseek-v3-halves", "qwen3-moe-mixed", "gpt2-scales"), _TWO)
+FEWER |= dict.fromkeys(("glm4-moe-normed-biases", "phimoe-longrope-biases", "minimax-plain", "minimax-m2-partial"), _TWO)
+FEWER |= dict.fromkeys(("gpt-oss-plain", "gemma4-experts"), _WINDOW)
+FEWER |= {
+    "mistral4": {**_TWO, "first_k_dense_replace": 1},
+    "llama4": {**_TWO, "no_rope_layer_interval": 2},
+    "llama4-mixed": {**_TWO, "no_rope_layers": [0, 1]},
+    "dots1-windows": {**_TWO, "max_window_layers": 1},
+    "laguna-elements": {**_TWO, "layer_types": [_FULL, _SLIDING], "num_attention_heads_per_layer": [6, 4]},
+    "qwen3-next-mixed": {**_TWO, "layer_types": [_FULL, _LINEAR]},
+    "kimi-linear-mixed": {**_TWO, "layer_types": [_FULL, _LINEAR], "mlp_layer_types": ["sparse", "dense"]},
+    "granite-hybrid": {**_TWO, "layer_types": ["mamba", "attention"]},
+    "nemotron-h-limited": {"layers_block_type": ["attention", "mlp", "mamba"]},
+    "nemotron-h-moe": {"layers_block_type": ["mamba", "attention", "moe"]},
+}
+# Biases, which any family's tensors may have, and options that each are another family's beside these.
+COMBINED = ("gemma2-no-caps", "olmo2-biases", "olmo3-yarn", "granite-tied-biases", "glm4-full-rotary", "cohere2-biases")
+COMBINED += ("exaone4-global", "seed-oss-biases", "ernie4.5-biases", "mistral-no-window", "mimo-v2-flash-biases")
+COMBINED += ("minicpm3-whole-queries", "mixtral-windows", "olmoe-normed-biases", "bamba-biases")
 BY_NAME = {case.name: case for case in CASES}
 FIRST = {case.name for n, case in enumerate(CASES) if case.family not in {before.family for before in CASES[:n]}}
 
@@ -59,12 +79,13 @@ def one_pass(path, tokens: np.ndarray, *, stacked: bool) -> np.ndarray:
     return np.asarray((jax.jit(run) if stacked else run)(weights, plan.allocate(), tokens))
 
 
-# The quick part has each family once.
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """The quick part has each family once."""
+    return [pytest.mark.release] if name in COMBINED else [] if name in FIRST else [pytest.mark.slow]
+
+
 @pytest.mark.fast_cases(18)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in FIRST else [pytest.mark.slow]) for case in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks_of(case.name)) for case in CASES])
 def test_logits_equal_transformers(case, tmp_path):
     options = case.options | FEWER.get(case.name, {})
     path, tokens = make_checkpoint(tmp_path, case.family, **options), prompt_of(case)
@@ -78,8 +99,8 @@ def test_logits_equal_transformers(case, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mimo-v2-flash"),
-        pytest.param("mistral4", marks=pytest.mark.slow),
+        *("ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond"),
+        *(pytest.param(name, marks=pytest.mark.release) for name in ("mimo-v2-flash", "mistral4")),
     ],
 )
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
