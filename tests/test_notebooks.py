@@ -25,6 +25,7 @@ IMAGE_BYTES = 80_000
 LESS = {
     "01_generate": {
         'llm = LLM("smollm2"': "llm = LLM({model}",
+        "Buckets(prefill=(8, 64), batch=(1, 8)": "Buckets(prefill=(64,), batch=(1, 8)",
         "draws = 128": "draws = 16",
         "for _ in range(2)]": "for _ in range(1)]",
         "lengths = [4, 8, 9, 64, 65, 128, 129, 192]": "lengths = [8, 65, 192]",
@@ -36,12 +37,19 @@ LESS = {
         ),
         "rng.integers(6, 33)": "rng.integers(3, 12)",
     },
+    "02_sharding": {'"num_hidden_layers": 2, "num': '"num_hidden_layers": 1, "num'},
     "03_plan_and_compile": {
         "max_tokens=20": "max_tokens=4",
         'inferlib.compile("smollm2", ': "inferlib.compile({model}, ",
         'LLM("smollm2", artifacts': "LLM({model}, artifacts",
         "input_len=3840": "input_len=448",
         'plan("llama3-8b"': 'plan(inferlib.configs.load("llama3-8b") | dict(num_hidden_layers=1, vocab_size=2048)',
+    },
+    "04_experts_and_latents": {"LAYERS, EXPERTS, CHOSEN = 4, 32, 4": "LAYERS, EXPERTS, CHOSEN = 2, 32, 4"},
+    "06_trainium_kernels": {
+        "contexts = [1024, 2048, 4096, 8192]": "contexts = [1024, 2048]",
+        'decode("trn2", 8192)': 'decode("trn2", 2048)',
+        "(8, 2048)).astype(ml_dtypes.bfloat16), 2048": "(8, 1024)).astype(ml_dtypes.bfloat16), 1024",
     },
     "09_choosing_a_quantization": {'MODEL = "smollm2"': "MODEL = {model}"},
     "11_drafts": {
@@ -89,7 +97,7 @@ MACHINE = re.compile(r"(?<![\w.:/])/\w[\w.-]*/|\b[A-Z]:\\")
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # What they show is tested at length elsewhere.
-FURTHER = ("03_", "09_", "10_", "11_", "12_", "13_", "14_", "15_")
+FURTHER = ("03_", "05_", "08_", "09_", "10_", "11_", "12_", "13_", "14_", "15_")
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 

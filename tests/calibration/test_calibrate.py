@@ -115,7 +115,7 @@ def test_programs_compute_what_the_calibration_did(model, tmp_path, monkeypatch)
     assert "rank 4 in bfloat16 beside attn.o, mlp" in " ".join(str(explanation).split())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_schemes_lose_no_more_than_nearest(model, tmp_path):
     scheme, method = "fp8_block", "hadamard+awq+gptq"
     tokenizer = ModelFiles.open(model).tokenizer

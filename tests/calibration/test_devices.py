@@ -50,16 +50,17 @@ def test_sums_and_residuals_are_those_of_one_device(family, options, tmp_path):
 @pytest.mark.slow
 def test_eight_devices_write_what_one_does(checkpoint, tmp_path, monkeypatch):
     """But for numbers next to a border of rounding, which a last bit of a sum may move."""
+    path = checkpoint("llama", num_hidden_layers=1)
     data = TextSample(["The quick brown fox jumps over the lazy dog. " * 40], tokens=256, window=32)
     options = {"data": data, "method": "clip", "scheme": "int4", "dtype": "float32"}
-    one = calibrate(checkpoint("llama"), tmp_path / "one", **options)
+    one = calibrate(path, tmp_path / "one", **options)
     monkeypatch.setattr("inferlib.calibration.calibrate.devices_for", lambda windows: windows)
-    several = calibrate(checkpoint("llama"), tmp_path / "several", **options)
+    several = calibrate(path, tmp_path / "several", **options)
     for ours, expected in zip(several.matrices, one.matrices, strict=True):
         assert (ours.layer, ours.part) == (expected.layer, expected.part)
         assert ours.loss == pytest.approx(expected.loss, rel=0.02)
-    weights = job_of(checkpoint("llama"), "clip", "int4").target.weights
-    for block in (0, 1, None):
+    weights = job_of(path, "clip", "int4").target.weights
+    for block in (0, None):
         arrays = [read_layer(report.out, [w for w in weights if w.block == block]) for report in (one, several)]
         for part, expected in arrays[0].items():
             ours, expected = (np.asarray(x).astype(np.float32) for x in (arrays[1][part], expected))

@@ -42,7 +42,7 @@ def silence(folder, layers) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speaks", [RUN[0], pytest.param(RUN[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speaks", [RUN[0], pytest.param(RUN[-1], marks=pytest.mark.release)])
 def test_one_that_speaks_is_computed_exactly(speaks, model, tmp_path):
     """Where all others of a run add nothing, it does not matter whether they are side by side."""
     silence(model, set(RUN) - {speaks})
@@ -69,7 +69,7 @@ def test_the_error_is_told(model, tmp_path):
     assert np.abs(llm.logits(tokens) - reference(model, tokens)).max() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_fused_model_is_quantised_like_any_other(model, tmp_path):
     silence(model, RUN[1:])
     fuse_feed_forwards(model, tmp_path / "fused", data=DATA, quantization="int8", dtype="float32", progress=False)

@@ -290,7 +290,7 @@ def test_stacked_layers_hold_the_same_weights(checkpoint):
 
 # ---- memory
 
-LAYERS, WIDTH, HIDDEN, VOCAB = 12, 1024, 6144, 20480
+LAYERS, WIDTH, HIDDEN, VOCAB = 6, 1024, 6144, 20480
 MEASURE = """
 import json, sys
 from pathlib import Path
@@ -317,7 +317,7 @@ print(json.dumps([peak - before, model.nbytes, float(embed[3, 5])]))
 
 
 def write_large_checkpoint(folder: Path) -> None:
-    """About 600 MB of random numbers in bfloat16, the largest tensor 42 MB."""
+    """About 360 MB of random numbers in bfloat16, the largest tensor 42 MB."""
     shapes = {f"{name}.weight": (VOCAB, WIDTH) for name in ("model.embed_tokens", "lm_head")}
     shapes["model.norm.weight"] = (WIDTH,)
     for i in range(LAYERS):
@@ -388,7 +388,7 @@ def test_loading_takes_the_memory_of_a_few_tensors(tmp_path):
     grown, weights, value = measured(tmp_path, "unrolled")
     tensors = load_file(tmp_path / FILE)
     largest, total = max(t.nbytes for t in tensors.values()), sum(t.nbytes for t in tensors.values())
-    assert weights == total > 580e6
+    assert weights == total > 350e6
     assert value == float(tensors["model.embed_tokens.weight"][3, 5])
     assert grown > 0.9 * weights, "the measurement misses the weights"
     print(f"peak beyond the weights: {(grown - weights) / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")

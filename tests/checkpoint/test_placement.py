@@ -74,7 +74,7 @@ def test_load_is_what_transformers_routes(folder, expected):
 @pytest.mark.parametrize(
     ("placement", "parallel", "scan"),
     [
-        (PERMUTED, None, True),
+        pytest.param(PERMUTED, None, True, marks=pytest.mark.release),
         pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.release),
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
     ],

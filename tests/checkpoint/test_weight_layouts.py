@@ -71,7 +71,7 @@ def test_layouts_are_left_alone_where_they_are_not_free(llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.release), True])
 def test_gpus_have_inputs_side_by_side_where_they_are_rounded(llm, scan, monkeypatch):
     """Tokens are those of weights in the usual layout; random weights lie as those that are loaded."""
     files, scheme = ModelFiles.open(llm.path), Quantization.named("int8_a8")

@@ -36,7 +36,8 @@ EIGHT = {"num_lanes": 8, "num_key_value_heads": 8}
 # 132 tokens divide over four lanes.
 _PARTS = {"vocab_size": 132, "lm_head_type": "vocab_parallel"}
 CASES: dict[str, dict[str, Any]] = {
-    "delay 1": LANES,
+    # The first layer adds all sums at once, the last sends none.
+    "delay 1": LANES | {"num_hidden_layers": 3},
     "delay 2": LANES | EIGHT | {"broadcast_delay": 2, "num_hidden_layers": 6, "pre_norm_lane_agg": True},
     "nothing early": LANES | _PARTS | {"use_early_comm": False, "broadcast_delay": 2},
     "nothing": LANES | {"use_comm": False, "use_early_comm": False, "lm_head_type": "lane"},

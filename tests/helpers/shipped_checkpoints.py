@@ -164,7 +164,7 @@ SHIPPED = {
         ["", "tp=4"],
     ),
     "fp8 by tensor": (
-        ("qwen3_moe", {"num_hidden_layers": 2}),
+        ("qwen3_moe", {"num_hidden_layers": 1}),
         compressed("float", 8, "tensor", "float-quantized") | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
         LINEAR,
         lambda w: by_channel(w, ml_dtypes.float8_e4m3fn, 448, (0, 1)),

@@ -5,6 +5,8 @@ Prefill chunks of 16, windows and chunks of 8. A minute, nearly all of it compil
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,14 +26,29 @@ from tests.helpers.sequences import logits_and_tokens
 # 4.5 MoE, MiniMax-M2) or latents (DeepSeek-V2 and V3, GLM-4 MoE Lite, Mistral 4) have no kind of layer or cache that is
 # not here or in `test_cache`; `test_parity` holds their logits to transformers'.
 # Sinks decode in `test_packed_prefill`.
-SLOW = ("lfm2", "nemotron_h", "llama4_text", "minimax", "kimi_linear", "olmo_hybrid", "gpt2")
-SLOW += ("gemma4_text", "mimo_v2_flash", "longcat_flash")
+SLOW = ("lfm2", "nemotron_h", "llama4_text", "minimax", "kimi_linear", "gpt2", "mimo_v2_flash")
+# Delta rules as in Qwen3.5, shared caches as in Gemma 3n, latents as in MiniCPM3.
+FURTHER = ("olmo_hybrid", "gemma4_text", "longcat_flash")
 KINDS = [
     *("minicpm3", "gemma3n_text", "qwen3_5_text"),
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
+    *(pytest.param(family, marks=pytest.mark.release) for family in FURTHER),
 ]
 # Other stacked layers decode in `test_cache` and in the tests of speculation.
-STACKED = ["minicpm3", pytest.param("gemma3n_text", marks=pytest.mark.slow)]
+STACKED = [pytest.param("minicpm3", marks=pytest.mark.release), "gemma3n_text"]
+# Of patterns that repeat in `TINY` one layer of each kind.
+_LINEAR, _FULL = "linear_attention", "full_attention"
+FEWER: dict[str, dict[str, Any]] = {
+    "minicpm3": {"num_hidden_layers": 1},
+    "gpt2": {"num_hidden_layers": 1},
+    "gemma3n_text": {"num_hidden_layers": 2, "layer_types": (_FULL, _FULL), "num_kv_shared_layers": 1}
+    | {"activation_sparsity_pattern": (0.7, 0.0)},
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": (_LINEAR, _FULL)},
+    "minimax": {"num_hidden_layers": 2, "layer_types": (_LINEAR, _FULL)},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ("conv", _FULL)},
+    "nemotron_h": {"layers_block_type": ("mamba", "attention", "mlp", "mlp")},
+    "llama4_text": {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
+}
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -40,7 +57,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 def model(request, checkpoint):
     """An LLM of four rows, its layers unrolled, and its checkpoint. It has two cache buckets where layers expand what
     they read."""
-    path = checkpoint(request.param)
+    path = checkpoint(request.param, **FEWER.get(request.param, {}))
     cache = (32, MAX_LEN) if request.param == "minicpm3" else (MAX_LEN,)
     return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
 
@@ -51,14 +68,14 @@ def test_prompts_and_tokens_are_those_of_one_pass_of_transformers(model):
     token nor, bit by bit, a logit."""
     llm, path = model
     prompts, shares = random_prompts([7, 16, 33, 1, 24, MAX_LEN - 6], seed=1), []
-    logits, tokens = logits_and_tokens(llm, prompts, 30)
+    logits, tokens = logits_and_tokens(llm, prompts, 20)
     for prompt, of_prompt, out in zip(prompts, logits, tokens, strict=True):
         expected = reference(path, prompt)
         np.testing.assert_allclose(of_prompt, expected, rtol=0, atol=TOLERANCE)
         assert_greedy(path, prompt, out)
     assert expected.std() > 0.9
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
-        again, same = logits_and_tokens(llm, prompts, 30)
+        again, same = logits_and_tokens(llm, prompts, 20)
     assert same == tokens
     np.testing.assert_array_equal(np.concatenate(again), np.concatenate(logits))
     assert shares[0] == 0
@@ -108,10 +125,10 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", STACKED, indirect=True)
-def test_stacked_layers_decode_as_transformers_does(model):
+@pytest.mark.parametrize("family", STACKED)
+def test_stacked_layers_decode_as_transformers_does(family, checkpoint):
     """Their logits are those of `test_parity`."""
-    _, path = model
+    path = checkpoint(family)
     stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,)), scan=True)
     assert any(segment.count > 1 for segment in stacked.engine.model.segments)
     (prompt,) = random_prompts([20], seed=3)

@@ -61,8 +61,15 @@ RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
         pytest.param(
             *("llama", {"head_dim": 128}, DEALT, 3, Backend(decode_attention="pallas_tpu")), marks=pytest.mark.release
         ),
-        ("qwen3_moe", {"num_experts": 64}, {"scan": False}, 4, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
-        ("gpt_oss", {}, {}, 4, Backend(grouped_matmul="pallas_tpu", expert_mlp="pallas_tpu")),
+        # Experts are multiplied by all kernels for TPUs below, and by each kernel in `test_moe`.
+        pytest.param(
+            *("qwen3_moe", {"num_experts": 64}, {"scan": False}, 4, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            *("gpt_oss", {}, {}, 4, Backend(grouped_matmul="pallas_tpu", expert_mlp="pallas_tpu")),
+            marks=pytest.mark.release,
+        ),
         ("gpt_oss", {"num_hidden_layers": 1}, {"scan": False}, 4, Backend(qkv_attention="pallas_gpu")),
     ],
     ids=[
@@ -87,7 +94,7 @@ def test_a_model_generates_what_transformers_does(family, changes, options, rows
         choose = partial(choose_attention, operation="decode_attention", backend=backend, scaled=stored is not None)
         assert not any(choose(layer.attention).reason for layer in llm.model_config.layers)
         assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
-    params = SamplingParams(temperature=0, max_tokens=12, logprobs=20 if stored else None)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=20 if stored else None)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         if stored:
             assert_decoded(path, output, lambda tokens: reference(path, tokens, stored))
@@ -96,29 +103,29 @@ def test_a_model_generates_what_transformers_does(family, changes, options, rows
 
 
 @pytest.mark.slow
-def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
+@pytest.mark.parametrize("backend", [KERNELS, pytest.param(Backend(), marks=pytest.mark.release)], ids=["tpu", "xla"])
+def test_a_model_of_latents_generates_what_transformers_does(backend, checkpoint):
     """Rotary keys are folded as on a TPU, to rows of 128, of which prompts and new tokens fill one part after the
     other."""
     buckets = Buckets(prefill=(64,), batch=(3,), cache=(192,))
     sizes = dict(kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=128)
-    path = checkpoint("minicpm3", max_position_embeddings=256, **sizes)
+    path = checkpoint("minicpm3", num_hidden_layers=1, max_position_embeddings=256, **sizes)
     prompts = random_prompts([1, 20, 120, 140, 7])
-    for backend in (Backend(), KERNELS):
-        llm = build_llm(path, buckets, backend=backend, free_layouts=False, **TPU)
-        assert llm.engine.programs.config.backend == backend
-        choose = partial(choose_attention, operation="decode_attention", backend=backend, scaled=False)
-        assert not any(choose(layer.attention).reason for layer in llm.model_config.layers)
-        shapes = {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
-        assert shapes == {(256, 128), (128, 128)}  # pages of folded keys
-        for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12)):
-            assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids)
+    llm = build_llm(path, buckets, backend=backend, free_layouts=False, **TPU)
+    assert llm.engine.programs.config.backend == backend
+    choose = partial(choose_attention, operation="decode_attention", backend=backend, scaled=False)
+    assert not any(choose(layer.attention).reason for layer in llm.model_config.layers)
+    shapes = {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
+    assert shapes == {(256, 128), (128, 128)}  # pages of folded keys
+    for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6)):
+        assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids)
 
 
 @pytest.mark.slow
 def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint):
     """But for bfloat16. All experts are chosen: rounding picks among near equals."""
     sizes = dict(head_dim=128, hidden_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4)
-    path, buckets = checkpoint("qwen3_moe", **sizes), Buckets((16,), (2,), (64,))
+    path, buckets = checkpoint("qwen3_moe", num_hidden_layers=1, **sizes), Buckets((16,), (2,), (64,))
     options = dict(dtype="bfloat16", quantization="mxfp4", free_layouts=False, **TPU)
     kernels, unquantized = (build_llm(path, buckets, backend=backend, **options) for backend in ("auto", "xla"))
     chosen = Backend.for_platform("tpu", Shards())
@@ -126,7 +133,7 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint):
     assert unquantized.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
     assert any(weight.packed for weight in kernels.engine.programs.model.weights)
     (tokens,) = random_prompts([20])
-    prompt = sequence(tokens, 8, detail="logits")  # a program fewer than `logits` and `generate` have
+    prompt = sequence(tokens, 4, detail="logits")  # a program fewer than `logits` and `generate` have
     (new,) = run(kernels.engine, [prompt])
     logits = unquantized.logits([*tokens, *new])
     margin, prompts = 0.1 * np.std(logits), np.concatenate(prompt.prompt_details)[:, : logits.shape[1]]
@@ -154,7 +161,11 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, b
 # Which attention sums the products depends neither on the family's norms nor on the scheme, nor the norms on either.
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),
-    [("llama", "mxfp4", GPU), ("llama", None, GPU), ("qwen3_moe", "int8", "xla")],
+    [
+        # With branches of low rank below.
+        *(pytest.param("llama", name, GPU, marks=pytest.mark.release) for name in ("mxfp4", None)),
+        ("qwen3_moe", "int8", "xla"),
+    ],
 )
 def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):
     """In layers that are dense; equal to what is normed first but for bfloat16. Attention sums products itself, if it

@@ -83,7 +83,7 @@ def ours(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.release)])
 def test_a_layer_equals_transformers(family, tmp_path):
     path = make_target(tmp_path, family)
     for result, expected in zip(ours(path), reference(path), strict=True):

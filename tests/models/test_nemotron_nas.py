@@ -54,7 +54,7 @@ def test_layers_without_attention_keep_nothing_of_a_row(llm, paths):
     assert llm.stats.cached_tokens - before >= 16
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_same_logits_on_a_mesh(paths):
     (prompt,) = random_prompts([23])
     logits = build_llm(paths[1], BUCKETS, parallel="cp=2,tp=2").logits(prompt)

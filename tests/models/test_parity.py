@@ -36,7 +36,9 @@ FEWER = dict.fromkeys(("qwen3-next", "qwen3.5-moe", "minimax", "kimi-linear", "o
 FEWER |= dict.fromkeys(("deepseek-v2", "glm4-moe-lite", "gpt-oss", "mimo-v2-flash", "mixtral", "qwen2-moe"), _TWO)
 FEWER |= dict.fromkeys(("qwen3-moe", "olmoe", "granite-moe", "phimoe", "glm4-moe", "dots1", "minimax-m2"), _TWO)
 FEWER |= dict.fromkeys(("deepseek-v2-groups", "deepseek-v3-halves", "qwen3-moe-mixed", "gpt2-scales"), _TWO)
-FEWER |= dict.fromkeys(("glm4-moe-normed-biases", "phimoe-longrope-biases", "minimax-plain", "minimax-m2-partial"), _TWO)
+FEWER |= dict.fromkeys(
+    ("glm4-moe-normed-biases", "phimoe-longrope-biases", "minimax-plain", "minimax-m2-partial"), _TWO
+)
 FEWER |= dict.fromkeys(("gpt-oss-plain", "gemma4-experts"), _WINDOW)
 FEWER |= {
     "mistral4": {**_TWO, "first_k_dense_replace": 1},
@@ -50,10 +52,13 @@ FEWER |= {
     "nemotron-h-limited": {"layers_block_type": ["attention", "mlp", "mamba"]},
     "nemotron-h-moe": {"layers_block_type": ["mamba", "attention", "moe"]},
 }
-# Biases, which any family's tensors may have, and options that each are another family's beside these.
+# Biases, which any family's tensors may have, and options that each are another case's too.
 COMBINED = ("gemma2-no-caps", "olmo2-biases", "olmo3-yarn", "granite-tied-biases", "glm4-full-rotary", "cohere2-biases")
 COMBINED += ("exaone4-global", "seed-oss-biases", "ernie4.5-biases", "mistral-no-window", "mimo-v2-flash-biases")
-COMBINED += ("minicpm3-whole-queries", "mixtral-windows", "olmoe-normed-biases", "bamba-biases")
+COMBINED += ("minicpm3-whole-queries", "minicpm3-yarn", "mixtral-windows", "dots1-windows", "smollm3-windows")
+COMBINED += ("qwen3-windows", "qwen3-moe-mixed", "olmoe-normed-biases", "bamba-biases", "minimax-m2-partial")
+COMBINED += ("phi3-partial", "hunyuan-dynamic", "gpt-oss-plain", "minimax-plain", "nemotron-h-feeds", "qwen3.5-tied")
+COMBINED += ("gemma3n-own-caches", "gemma4-values", "llama-dynamic-within", "mistral3-mistral4")
 BY_NAME = {case.name: case for case in CASES}
 FIRST = {case.name for n, case in enumerate(CASES) if case.family not in {before.family for before in CASES[:n]}}
 

@@ -55,9 +55,13 @@ SHAPES = {
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
     "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
     "deepseek": ("deepseek_v3", _LAYERS(2)),  # the same, and experts on the second layer
-    "gpt_oss": ("gpt_oss", _LAYERS(2)),  # sinks, a window on the first layer
+    "gpt_oss": ("gpt_oss", {**_LAYERS(1), "layer_types": ["full_attention"]}),  # sinks
     "gpt2": ("gpt2", _LAYERS(1)),  # learned positions
-    "llama4": ("llama4_text", {**_LAYERS(2), "no_rope_layers": [1, 0], "attention_chunk_size": 7}),
+    # Chunks, then a layer without positions and with experts.
+    "llama4": (
+        "llama4_text",
+        {**_LAYERS(2), "no_rope_layers": [1, 0], "attention_chunk_size": 7, "interleave_moe_layer_step": 2},
+    ),
     # Parallel residuals, per-layer embeddings, a sparse gate; the last layer attends to the keys of the first.
     "gemma3n": (
         "gemma3n_text",
@@ -97,7 +101,8 @@ SHAPES = {
         {"layers_block_type": ["mamba", "attention", "moe", "moe"], "n_routed_experts": 5, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56},
     ),
-    "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
+    # A window, sinks, and values smaller than keys.
+    "mimo": ("mimo_v2_flash", {**_LAYERS(1), "layer_types": ["sliding_attention"]}),
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together

@@ -95,7 +95,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
     [
         ("shared, scaled sigmoid", "ep=4,tp=2", "ragged"),
         ("experts that return their input", "ep=8", "padded"),
-        ("seven, scaled inputs", "dp=2,ep=4", "padded"),
+        pytest.param("seven, scaled inputs", "dp=2,ep=4", "padded", marks=pytest.mark.release),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
         ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
     ],
@@ -147,7 +147,7 @@ def test_collectives_beside_a_sequence_axis_are_those_promised(programs_of):
     assert_collectives_equal(programs, ProgramKey("greedy", 1, MAX_LEN, chunks=1, chunk=CHUNK))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_quantised_experts(shape_of):
     options = dict(quantization="int8", max_batch=4, buckets=Buckets((CHUNK,), (4,), (MAX_LEN,)), max_len=MAX_LEN)
     tokens = np.random.default_rng(5).integers(3, 131, 16).tolist()

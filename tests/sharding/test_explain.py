@@ -38,7 +38,7 @@ def test_collectives_of_rarer_layers_are_those_promised(programs_of):
     assert_collectives_equal(programs, ProgramKey("greedy", rows, MAX_LEN, chunks=1, chunk=CHUNK))
 
 
-@pytest.mark.parametrize("parallel", ["cp=2,tp=2,rules=helix", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["cp=2,tp=2,rules=helix", pytest.param("dp=2", marks=pytest.mark.release)])
 @pytest.mark.slow
 def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
     programs = programs_of("llama", parallel)
