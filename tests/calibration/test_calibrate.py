@@ -24,7 +24,7 @@ from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
 
 TEXTS = [" ".join(f"{n * n % 97} sheep and {n} goats" for n in range(start, start + 40)) for start in range(6)]
-DATA = TextSample(TEXTS, tokens=1024, window=128)
+DATA = TextSample(TEXTS, tokens=512, window=128)
 WIDE = {"intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 260}
 PROMPT = [7, 200, 31, 4, 100, 101, 102, 9]
 
@@ -69,7 +69,7 @@ def test_a_calibrated_model_loads_and_loses_less_than_nearest(model, calibrated)
     assert np.mean((ours - original) ** 2) < np.mean((theirs - original) ** 2)
     assert len(report.matrices) == 2 * 4 + 1  # the head as well
     assert report.bits < 6
-    assert report.tokens == 1024
+    assert report.tokens == 512
     assert "gate_up" in str(report)
     assert json.loads(json.dumps(report.to_json()))["matrices"][0]["layer"] == 0
     assert all(matrix.loss <= matrix.nearest for matrix in report.matrices)

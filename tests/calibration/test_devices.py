@@ -20,7 +20,7 @@ WINDOWS = np.random.default_rng(0).integers(4, 120, (8, 24)).astype(np.int32)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen2_moe", {"num_hidden_layers": 1}),
+        pytest.param("qwen2_moe", {"num_hidden_layers": 1}, marks=pytest.mark.release),
         # Inputs of layers, and caches that others read.
         pytest.param("gemma3n_text", TINY["gemma3n_text"], marks=pytest.mark.release),
     ],

@@ -101,11 +101,16 @@ def test_meshes_give_the_same(name, parallel, paths):
     assert_collectives_equal(programs, ProgramKey("greedy", programs.config.rows, MAX_LEN, steps=1))
 
 
-@pytest.mark.slow
-def test_large_sums_are_made_at_once(paths, monkeypatch):
-    """As those of long chunks are; here all of them."""
+@pytest.mark.release
+def test_models_whose_sums_are_large_give_the_same(paths, monkeypatch):
     monkeypatch.setattr(lanes, "MOST_BYTES", 0)
     test_meshes_give_the_same("delay 1", "tp=2", paths)
+
+
+@pytest.mark.slow
+def test_large_sums_are_made_at_once(monkeypatch):
+    """As those of long chunks are; here all of them."""
+    monkeypatch.setattr(lanes, "MOST_BYTES", 0)
     for name in ("delay 2", "nothing early"):
         recorded, estimated = collectives(config_from_hf(CASES[name]), "tp=4")
         assert Counter(estimated) == Counter(recorded)

@@ -502,7 +502,7 @@ def test_random_weights_are_quantised(checkpoint):
     assert model.parameters == abstract_model(config, "float32").parameters
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_model_whose_inputs_are_rounded(checkpoint):
     """Other logits than without, and near them."""
     path, (prompt,) = checkpoint("llama"), random_prompts([20])

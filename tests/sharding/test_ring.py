@@ -50,12 +50,12 @@ def test_a_model_gives_the_same_logits():
     config = config_from_hf(SMALL | {"num_hidden_layers": 2})
     model = abstract_model(config, "float32", scan=True, shards=shards)
     weights = model.random_weights(1, shards)
-    tokens = np.random.default_rng(0).integers(3, 131, 130).tolist()
+    tokens = np.random.default_rng(0).integers(3, 131, 250).tolist()
     for kernel in ("xla", "pallas_tpu"):
-        sizes = 2, 512, Buckets((142,), (2,), (512,))  # 71 tokens a device, padded to 80
+        sizes = 2, 512, Buckets((270,), (2,), (512,))  # 135 tokens a device, padded to 144
         settings = EngineConfig(*sizes, scan=True, shards=shards, backend=Backend(collective_matmul=kernel))
         programs = ProgramSet.make(model, settings)
-        key = ProgramKey("greedy", 0, 512, chunks=1, chunk=142, detail="logits")
+        key = ProgramKey("greedy", 0, 512, chunks=1, chunk=270, detail="logits")
         assert ("fused all-gather" in kinds(programs, key)) == (kernel == "pallas_tpu")
         engine = Engine(model, weights, settings, programs=programs)
         (s,) = run(engine, [Sequence(tokens, GREEDY, 0, 0, detail="logits")])
