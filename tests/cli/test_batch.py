@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from inferlib import SamplingParams
+from inferlib import LLM, SamplingParams
 from tests.helpers.cli_model import COMMAND, Commands, error_of, make_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -24,7 +24,7 @@ SAMPLING = ("--temperature", "1", "--max-tokens", "5")
 
 @pytest.fixture(scope="module")
 def inferlib(tmp_path_factory) -> Commands:
-    return Commands(make_model(tmp_path_factory.mktemp("model")))
+    return Commands(make_model(tmp_path_factory.mktemp("model"), layers=1))
 
 
 class Batch:
@@ -341,10 +341,32 @@ def test_full_device(batch, line):
     assert "No space left on device: '/dev/full'" in message
 
 
+def test_ctrl_c(batch, monkeypatch):
+    """The finished lines are there, and the command names the one that continues."""
+    batch.write(*({"prompt": f"line {i}"} for i in range(9)))
+    run = LLM.run
+
+    def interrupted(self, *args, **options):
+        for count, finished in enumerate(run(self, *args, **options)):
+            if count == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield finished
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "run", interrupted)
+        result = batch.run()
+    assert result.exit_code == 128 + signal.SIGINT
+    assert "interrupted; the finished lines are kept, continue with: " in result.stderr
+    assert len(batch.results()) == 3
+    assert batch.run("--resume").exit_code == 0
+    assert len(batch.results()) == 9
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.release)])
 def test_interruption(batch, number):
-    """The command is stopped in the midst, then continued; the results are those of an uninterrupted run."""
+    """The command is stopped in the midst, then continued; the results are those of an uninterrupted run. Ctrl-C is
+    above, in this process."""
     count = 20_000
     batch.write(*({"prompt": f"{i}"} for i in range(count)))
     arguments = ["generate", "--model", batch.inferlib.model, *map(str, batch.files), *SAMPLING, "--max-batch", "2"]

@@ -16,7 +16,7 @@ from tests.helpers.cli_model import Commands, error_of, make_model
 
 @pytest.fixture(scope="module")
 def inferlib(tmp_path_factory):
-    return Commands(make_model(tmp_path_factory.mktemp("chat")))
+    return Commands(make_model(tmp_path_factory.mktemp("chat"), layers=1))
 
 
 def answers_of(inferlib, lines: str, *options: str) -> list[str]:

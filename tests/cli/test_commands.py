@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def inferlib(tmp_path_factory) -> Commands:
-    return Commands(make_model(tmp_path_factory.mktemp("model")))
+    return Commands(make_model(tmp_path_factory.mktemp("model"), layers=1))
 
 
 def text_of(inferlib: Commands, prompt: str, params: SamplingParams = GREEDY) -> str:

@@ -185,7 +185,7 @@ def variants(case: str, values: dict[str, Any], paths: tuple[str, ...]) -> Itera
             ways = draw.sample(ways, min(2, len(ways)))
         for wrong in ways:
             yield values | {parameter.name: wrong}
-    for _ in range(40):
+    for _ in range(20):
         pair = draw.sample(parameters, 2) if len(parameters) > 1 else parameters
         yield values | {p.name: draw.choice(wrong_values(command, p, paths)) for p in pair}
 

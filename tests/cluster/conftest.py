@@ -8,11 +8,11 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
     """Of 8 CPUs as Ray counts them, so that replicas find room on a small machine.
 
-    Its dozen processes take a tenth of a core, so it ends with each file."""
+    Its dozen processes take a tenth of a core, so it ends with this folder."""
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()

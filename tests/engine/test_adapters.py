@@ -182,8 +182,9 @@ def test_room_for_some_parts(written, without_adapters, tmp_path):
 @pytest.mark.parametrize(
     "parallel",
     [
-        "tp=4",  # key/value heads are copied
-        pytest.param("tp=2,dp=2,rules=dp_attention", marks=pytest.mark.slow),
+        pytest.param("tp=4", marks=pytest.mark.release),  # key/value heads are copied
+        "tp=2,dp=2",
+        pytest.param("tp=2,dp=2,rules=dp_attention", marks=pytest.mark.release),
         pytest.param("cp=2,tp=2,rules=tp2d", marks=pytest.mark.release),  # factors in parts of both sides
     ],
 )
@@ -194,7 +195,10 @@ def test_on_a_mesh(parallel, written, expected):
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("parallel", ["tp=2,rules=dp_attention", "tp=4,rules=tp_sp", "cp=2,tp=2,rules=tp2d"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["tp=2,rules=dp_attention", pytest.param("tp=4,rules=tp_sp", marks=pytest.mark.release), "cp=2,tp=2,rules=tp2d"],
+)
 def test_adapters_take_no_collectives(parallel, llm):
     shards, steps = planned_shards(Parallelism.parse(parallel)), []
     for adapters in (None, AdapterSlots(3, 4)):

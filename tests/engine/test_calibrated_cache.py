@@ -109,7 +109,7 @@ def test_logits_are_those_of_a_cache_that_rounds(path, packed):
         assert_decoded(path, output, lambda tokens: expected_logits(path, tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_mesh_gives_the_same_logits(path, packed):
     (prompt,) = random_prompts([40])
     several = build_llm(path, BUCKETS, kv_cache_dtype=PACKED, parallel="cp=2,tp=2")

@@ -80,25 +80,24 @@ OPTIONS = [{}, {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int4"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(options, marks=pytest.mark.slow if options else [], id=str(options)) for options in OPTIONS],
+    [pytest.param(options, marks=pytest.mark.release if options else [], id=str(options)) for options in OPTIONS],
 )
 def test_tokens_are_those_of_rows_alone(options, checkpoint):
     path = checkpoint("llama", num_hidden_layers=2 if "scan" in options else 1)
     replicas = 2 if "parallel" in options else 1
     buckets = Buckets(prefill=(32,), batch=(8 * replicas,), cache=(96,), tile=16)
     llm = build_llm(path, buckets, decode_steps=1, cascade=True, **options)
-    kinds = PARAMS if options else PARAMS[:1]
-    llm.warmup(["greedy", "sample"][: len(kinds)])
+    llm.warmup(["greedy", "sample"])
     engine, before, sent = llm.engine, compilations(), []
     engine.scheduler.cascade = replace(engine.scheduler.cascade, least=1)
     send = engine._send
     engine._send = lambda dispatch: (sent.append(dispatch.key), send(dispatch))
-    got = run(engine, traffic(0, kinds))
+    got = run(engine, traffic(0, PARAMS))
     assert sum(key.cascade for key in sent) >= 3
     assert compilations() == before
     engine.scheduler.cascade = None
     engine.forget_prefixes()
-    assert got == run(engine, traffic(0, kinds))
+    assert got == run(engine, traffic(0, PARAMS))
     assert not sent[-1].cascade
 
 

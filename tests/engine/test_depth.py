@@ -13,10 +13,12 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.depth import Depths
 from inferlib.programs.counter import compilations
 from tests.helpers.llms import MAX_LEN, build_llm, new_engine, random_prompts
-from tests.helpers.looped import PARCAE, looped_logits, make_looped
+from tests.helpers.looped import PARCAE as PUBLISHED
+from tests.helpers.looped import looped_logits, make_looped
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.tokenizer import write_tokenizer
 
+PARCAE = PUBLISHED | {"n_layers_in_prelude": 1, "n_layers_in_coda": 1}
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=5)
@@ -148,7 +150,7 @@ def test_tokens_are_the_same_where_a_pass_runs_all_steps(path, expected, monkeyp
 @pytest.mark.parametrize(
     "options",
     [
-        {"parallel": "tp=2,dp=2"},
+        pytest.param({"parallel": "tp=2,dp=2"}, marks=pytest.mark.release),
         {"speculation": "ngram:3"},
         pytest.param({"prefill_devices": [1]}, marks=pytest.mark.release),
         pytest.param({"host_cache": "1MiB"}, marks=pytest.mark.release),

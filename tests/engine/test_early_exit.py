@@ -30,7 +30,7 @@ from tests.helpers.tokenizer import write_tokenizer
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 STEPS = 6
 MODELS = {
-    "parcae": PARCAE | {"mean_recurrence": STEPS, "recurrent_intermediation_embedding_dimension": 128},
+    "parcae": PARCAE | {"mean_recurrence": STEPS, "n_layers_in_prelude": 1, "n_layers_in_coda": 1},
     "huginn": HUGINN | {"mean_recurrence": STEPS},
 }
 PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=6)
@@ -275,8 +275,8 @@ def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
 
 @pytest.mark.slow
 def test_depths_in_one_batch_are_those_of_passes(paths, expected):
-    """Greedy and sampled tokens, log-probabilities, stop tokens, tokens that the host chooses, and rows that are
-    preempted; nothing compiles."""
+    """Sampled tokens, log-probabilities, stop tokens, greedy tokens that the host chooses, and rows that are preempted;
+    nothing compiles. Greedy tokens of the device are above."""
     passes, depthwise = both_ways(paths["parcae"])
     sampled = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "bad_words": ["a b"], "logprobs": 2}
     stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14)), "logprobs": 1}
@@ -285,8 +285,7 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
     def results(of: LLM) -> tuple[list[Any], list[float]]:
         params = [replace(x, **more) for more in (sampled, stopped) for x in PARAMS]
         chosen = [output.outputs[0] for output in of.generate(PROMPTS * 2, params)]
-        for more in ({}, by_host):
-            assert answers_of(of, PROMPTS, [replace(x, **more) for x in PARAMS]) == expected
+        assert answers_of(of, PROMPTS, [replace(x, **by_host) for x in PARAMS]) == expected
         answers = [(x.token_ids, x.depths, x.finish_reason) for x in chosen]
         return answers, [entry.logprob for x in chosen for step in x.logprobs or () for entry in step.values()]
 
@@ -297,7 +296,7 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
         assert answers == of_passes[0]
         np.testing.assert_allclose(logprobs, of_passes[1], atol=1e-5)  # chunks of prompts are cut in other ways
 
-    depthwise.warmup(["greedy", "logprobs", "processed"])
+    depthwise.warmup(["logprobs", "processed"])
     before = compilations()
     assert_same()
     assert compilations() == before
@@ -342,13 +341,19 @@ def test_other_forms_of_huginn(paths):
 
 @pytest.mark.slow
 def test_stacked_layers_and_what_the_head_makes_of_tokens(paths):
-    """By passes, preempted, and with rows at different depths."""
-    passes, depthwise = both_ways(paths["parcae"], scan=True, early_exit="kl")
+    """By passes, preempted."""
+    passes = build_llm(paths["parcae"], BUCKETS, scan=True, early_exit="kl")
     answers = assert_leave_by_the_head(passes)
     with new_engine(passes, prefix_caching=False, pages=passes.engine.plan.columns * 4 // 3) as engine:
         assert answers_of(passes, PROMPTS, KL) == answers
         assert engine.scheduler.preemptions > 0
-    assert assert_leave_by_the_head(depthwise) == answers
+
+
+@pytest.mark.release
+def test_rows_at_different_depths_by_what_the_head_makes_of_tokens(paths):
+    """In stacked layers."""
+    passes, depthwise = both_ways(paths["parcae"], scan=True, early_exit="kl")
+    assert assert_leave_by_the_head(depthwise) == assert_leave_by_the_head(passes)
 
 
 @pytest.mark.parametrize(

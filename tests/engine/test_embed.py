@@ -21,7 +21,7 @@ CASES = {
     "states": ("qwen3_5_text", {}),
     "tokens over devices": ("llama", {"parallel": "cp=2"}),
 }
-SLOW = ("states", "tokens over devices")
+MARKS = {"tokens over devices": pytest.mark.release}
 
 
 def built(checkpoint, case):
@@ -31,7 +31,7 @@ def built(checkpoint, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_embeddings_are_transformers_hidden_states(case, checkpoint):
     """Nothing compiles after a warm-up for them; in no order do prompts change each other."""
     path, llm = built(checkpoint, case)

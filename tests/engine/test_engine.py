@@ -44,7 +44,7 @@ from tests.helpers.scripted_device import (
 # ---- the engine over a scripted device
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(traffic())
 @pytest.mark.slow
 def test_any_traffic_is_served_completely_and_in_order(case):

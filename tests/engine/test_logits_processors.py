@@ -57,9 +57,10 @@ def outputs(llm: LLM, prompts, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [None, "dp=2,tp=2"])
+@pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.release)])
 def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
-    """Prompts of several steps, more than there are rows, beside requests without; also where pages run out."""
+    """Prompts of several steps, more than there are rows, beside requests without; also where pages run out. On a mesh
+    a function runs in `test_structured.py` too."""
     it = llm if parallel is None else build_llm(path, FOUR_ROWS, parallel=parallel)
     expected = outputs(it, random_prompts(LENGTHS), KINDS)
     with new_engine(it):
@@ -181,7 +182,7 @@ def test_several_processes_refuse_them(llm, monkeypatch):
 @pytest.mark.slow
 def test_their_programs_are_compiled_at_first_use_or_when_asked_for(path):
     """Those of grammars are the same."""
-    llm = build_llm(path, Buckets((8,), (2,), (64,)), decode_steps=1)
+    llm = build_llm(path, FOUR_ROWS, decode_steps=1)
     llm.warmup(["greedy"])
     grammar = dataclasses.replace(GREEDY, structured_outputs=StructuredOutputs(choice=["Rome", "Lima"]))
     message = r"'processed' was not compiled.*warmup\(modes=...\); artifacts never"

@@ -34,11 +34,11 @@ MUCH = 1 << 26
 pytestmark = pytest.mark.usefixtures("always_fetched")
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ministral", "kimi_linear")]
+FURTHER = [pytest.param(kind, marks=pytest.mark.release) for kind in ("ministral", "kimi_linear")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*FAST, *SLOW])
+@pytest.mark.parametrize("kind", [*FAST, *FURTHER])
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     """Within a page and at the end of one, for the same prompt and for one that goes on."""
     with new_engine(tight(kind), host_cache=MUCH, in_flight=1) as engine:
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.sampled_from(FAST), st.lists(JOB, min_size=4, max_size=14), st.sampled_from([0, 1, 4, 40]), st.booleans())
 def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, kind, jobs, host, disk):
     """Whatever is evicted, preempted and aborted, without tiers or with a host that has room for a place, for some or

@@ -180,8 +180,9 @@ def test_the_tpu_compiler_copies_no_more_than_pages():
 
 @settings(max_examples=8)
 @given(st.lists(JOB, min_size=1, max_size=14))
-@pytest.mark.slow
+@pytest.mark.release
 def test_any_traffic_is_as_if_alone(tight, alone, jobs):
+    """Also in `test_tiers.py`, with tiers and without."""
     kind = "llama stacked"
     with new_engine(tight(kind), in_flight=1) as engine:
         assert_as_if_alone(engine, functools.partial(alone, kind), jobs)

@@ -22,7 +22,7 @@ LOW_MARGIN = 0.02  # between the two best logits of a step: rounding may turn su
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """Stacked: a thirtieth to compile. Notebook 1 runs the same weights in single layers."""
-    return build_llm("smollm2", Buckets(prefill=(32,), batch=(3,), cache=(128,)), scan=True)
+    return build_llm("smollm2", Buckets(prefill=(32,), batch=(3,), cache=(128,)), scan=True, decode_steps=2)
 
 
 def certain_steps(prompt: dict) -> int:
@@ -61,6 +61,8 @@ def test_logits(prompt, llm):
         assert np.sort(row)[-5] == pytest.approx(step["top5_logits"][-1], abs=TOLERANCE)
 
 
+@pytest.mark.release
 def test_prompt_likelihood(llm):
+    """Tiny models have the log-probabilities of their logits in `test_llm.py`."""
     for prompt, scores in zip(PROMPTS, llm.logprobs([p["prompt_ids"] for p in PROMPTS]), strict=True):
         assert -scores.mean() == pytest.approx(prompt["prompt_nll_per_token"], abs=1e-4)

@@ -29,7 +29,7 @@ from tests.helpers.shared_beginnings import (
 )
 
 STATES = ("qwen3_5_text", "kimi_linear")
-MARKS = dict.fromkeys(FAST, ()) | dict.fromkeys(("gemma4_text", "ministral"), pytest.mark.release)
+MARKS = dict.fromkeys(FAST, ()) | dict.fromkeys(("gemma4_text", "ministral", "kimi_linear"), pytest.mark.release)
 KINDS = [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in BESIDE]
 
 
@@ -83,8 +83,9 @@ def test_the_first_of_a_moment_saves_what_the_others_share(kind, tight, alone):
 
 @settings(max_examples=6)
 @given(st.sampled_from(FAST), st.lists(JOB, min_size=1, max_size=14))
-@pytest.mark.slow
+@pytest.mark.release
 def test_any_traffic_is_as_if_alone(tight, alone, kind, jobs):
+    """Also in `test_places.py`, with tiers and without."""
     with new_engine(tight(kind), in_flight=1) as engine:
         assert_as_if_alone(engine, functools.partial(alone, kind), jobs, every=1)
 
@@ -108,9 +109,10 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
 
 
 @pytest.mark.slow
-def test_devices_save_their_parts(checkpoint, alone):
+@pytest.mark.parametrize("parallel", ["dp=2,cp=2", pytest.param("dp=2,cp=2,tp=2", marks=pytest.mark.release)])
+def test_devices_save_their_parts(parallel, checkpoint, alone):
     """Each replica has snapshots of its rows, and each device its part of them."""
-    kind, parallel = "gpt_oss", "dp=2,cp=2,tp=2"
+    kind = "gpt_oss"
     options = {"page_size": PAGE, "decode_steps": 4, "snapshots": 2, **BESIDE[kind]}
     llm = build_llm(checkpoint(kind), FOUR_ROWS, parallel=parallel, **options)
     prompts = [prompt_of(8 * i % 48, i % 3, 5 + i) for i in range(14)]

@@ -61,10 +61,11 @@ def sparse(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.release if kind == "llama" else []) for kind in KINDS]
 )
 def test_rows_are_what_they_are_alone(kind, sparse):
-    """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles."""
+    """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles. A mesh has
+    whole caches, as one device."""
     llm = sparse(kind)
     llm.warmup(["greedy"])
     before, alone = compilations(), []

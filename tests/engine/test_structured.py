@@ -116,7 +116,7 @@ def answers(llm: LLM, schemas: list[dict], **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.release)])
 def test_every_answer_to_a_random_schema_validates(path, count):
     """A random model writes anything that it may."""
     llm, random = build_llm(path, Buckets((8,), (8,), (256,))), Random(count)

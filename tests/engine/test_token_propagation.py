@@ -58,7 +58,7 @@ def expected(path) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.release) for kind in KINDS]
 )
 def test_tokens_are_the_papers(kind, fastkv, expected):
     """Alone and in a batch, with NaN in all that is not valid. Nothing compiles after the warm-up."""

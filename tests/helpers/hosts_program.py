@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,14 @@ def failing(llm: LLM | None) -> None:
 
 
 def misusing(llm: LLM | None) -> None:
-    """A request that enters here; another LLM."""
+    """A request that enters here; another LLM. The process goes on."""
     if llm is None:
         return
-    try:
-        llm.generate([[1]])
-    except RuntimeError as refusal:
-        print(refusal, file=sys.stderr)
-    build("", "tp=2")
+    for misuse in (lambda: llm.generate([[1]]), lambda: build("", "tp=2")):
+        try:
+            misuse()
+        except RuntimeError as refusal:
+            print(refusal, file=sys.stderr)
 
 
 FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, misusing)}
@@ -134,8 +134,10 @@ def main(
     secret: str,
     sizes: dict[str, int] | None = None,
     patience: int | None = None,
+    refused: Sequence[str | None] = (),
 ) -> None:
-    """patience: seconds until a process that is stopped counts as lost."""
+    """patience: seconds until a process that is stopped counts as lost. refused: what `parallel` may not be, which is
+    tried first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     jax.config.update("jax_num_cpu_devices", devices)
     if patience is not None:
@@ -143,6 +145,11 @@ def main(
     assert distributed.initialize(f"localhost:{port}", processes, process, secret=secret) == process
     fail = FAULTS.get(fault, lambda llm: None)
     fail(None)
+    for wrong in refused:
+        try:
+            build(model, wrong)
+        except ValueError as refusal:
+            print(refusal, file=sys.stderr)
     sources = count_reads()
     llm = build(model, parallel, **sizes or {})
     fail(llm)

@@ -48,8 +48,9 @@ FAST = ("gpt_oss", "qwen3_5_text")
 
 def build_tight(path: Path, kind: str) -> LLM:
     """Four rows that share pages for a sequence and a half, and three snapshots of what is beside pages. Only rows of
-    some kinds go to smaller batches: the others have half the programs."""
-    buckets = LEAST if kind in ("llama stacked", *PACKED, *FAST) else FOUR_ROWS
+    kinds that end with "moving" go to smaller batches: the others have half the programs."""
+    kind, moving, _ = kind.partition(" moving")
+    buckets = LEAST if moving else FOUR_ROWS
     options: dict[str, Any] = {"page_size": PAGE, "decode_steps": 4, **(PAGED | PACKED | BESIDE)[kind]}
     options |= {"snapshots": 3} if kind in BESIDE else {}
     whole = build_llm(path, buckets, **options).engine.plan

@@ -60,8 +60,8 @@ def test_without_the_extra(monkeypatch):
 @pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up(tmp_path):
     """Greedy, sampled and scored chats, completions and vectors run on what `serve` compiles."""
-    buckets = Buckets(prefill=(16,), batch=(1, 2), cache=(64,))
-    llm = build_llm(make_model(tmp_path / "model", layers=1), buckets)
+    buckets = Buckets(prefill=(16,), batch=(4,), cache=(128,))  # those of the shared server: equal programs
+    llm = build_llm(make_model(tmp_path / "model", layers=1), buckets, decode_steps=2)
     llm.warmup(warmup_modes())
     before = llm.compilations
     with serving(llm) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:

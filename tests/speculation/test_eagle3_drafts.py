@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from inferlib import LLM, Buckets, Speculation, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm
@@ -26,9 +28,11 @@ from tests.helpers.speculation import (
     GREEDY,
     IDS,
     JOBS,
+    LONGER,
     SAMPLED,
     TAILS,
     TRUNK,
+    Job,
     assert_nothing_compiles,
     assert_same,
     counted_drafts,
@@ -100,11 +104,39 @@ def test_drafts_are_the_published_ones(path, head, without):
 
 
 @pytest.mark.slow
-def test_all_options_in_one_batch(path, head, without, counts):
-    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
-    warm-up, whatever a dispatch drafts. In the end the head's weights are NaN, and so is all that it computes."""
+def test_nothing_compiles_and_nothing_that_is_not_valid_is_read(path, head, without, counts):
+    """Greedy rows with cached prefixes, some of which lose their pages; the second time all is cached. Nothing compiles
+    after the warm-up, whatever a dispatch drafts. Then what is not valid holds NaN before each dispatch, and as many
+    drafts stand. In the end the head's weights are NaN, and so is all that it computes."""
     counts(0, 1, 3)
-    llm = assert_nothing_compiles(lambda: drafting(path, head), without)
+    expected, llm = run(without, LONGER), drafting(path, head)
+    llm.warmup(("greedy",))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, LONGER), expected)
+    assert compilations() == before
+    counts(3)
+    wanted, stood, shares = run(without, ALONE), [], []
+    for act in (lambda engine: None, lambda engine: shares.append(poison(engine))):
+        with before_each_dispatch(llm, act):
+            assert_same(run(llm, ALONE), wanted)
+            stood.append((llm.stats.drafts, llm.stats.accepted_drafts))
+    assert max(shares) > 0
+    assert stood[0] == stood[1]
+    assert stood[0][1] > 10
+    assert_tokens_are_the_targets(llm, LONGER, without)
+
+
+@pytest.mark.release
+def test_all_options_in_one_batch(path, head, without, counts):
+    """A model that drafts for another has them beside greedy rows: they reach no drafter."""
+    counts(0, 1, 3)
+    assert_tokens_are_the_targets(assert_nothing_compiles(lambda: drafting(path, head), without), JOBS, without)
+
+
+def assert_tokens_are_the_targets(llm: LLM, jobs: Sequence[Job], without: LLM) -> None:
+    """Prompts were cached, rows lost their pages and some drafts stood; with NaN as the head's weights, tokens are what
+    they are without it."""
     assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
@@ -113,7 +145,7 @@ def test_all_options_in_one_batch(path, head, without, counts):
     spoiled = (jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 1 << 20) for x in weights[count:])
     llm.engine.weights = (*weights[:count], *spoiled)
     llm.reset_prefix_cache()
-    assert_same(run(llm, JOBS), run(without, JOBS))
+    assert_same(run(llm, jobs), run(without, jobs))
     assert llm.stats.drafts > drafts
 
 
@@ -135,20 +167,6 @@ def test_what_is_refused(path, head, checkpoint, tmp_path):
 
 
 # ---- further cases of each kind
-
-
-@pytest.mark.slow
-def test_nothing_that_is_not_valid_is_read(path, head, without):
-    """What is not valid holds NaN before each dispatch; as many drafts stand."""
-    wanted, stood, shares = run(without, ALONE), [], []
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3")  # as below
-    for act in (lambda engine: None, lambda engine: shares.append(poison(engine))):
-        with before_each_dispatch(llm, act):
-            assert_same(run(llm, ALONE), wanted)
-            stood.append((llm.stats.drafts, llm.stats.accepted_drafts))
-    assert max(shares) > 0
-    assert stood[0] == stood[1]
-    assert stood[0][1] > 10
 
 
 @pytest.mark.release

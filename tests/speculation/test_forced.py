@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from inferlib import Buckets, Speculation, StructuredOutputs
+from inferlib import LLM, Speculation, StructuredOutputs
 from inferlib.outputs import RequestOutput
 from inferlib.programs.counter import compilations
 from tests.helpers.engines import assert_accounted
@@ -56,14 +56,19 @@ def states(checkpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
+def llm(path) -> LLM:
+    """Rows lose their pages."""
+    return tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")
+
+
+@pytest.fixture(scope="module")
 def expected(without) -> list[RequestOutput]:
     return run(without, GREEDILY)
 
 
 @pytest.mark.slow
-def test_tokens_are_those_without(path, without, expected):
+def test_tokens_are_those_without(llm, expected):
     """With rows that lose their pages; the second time from the cache, where what is not valid holds NaN."""
-    llm = tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")
     assert_same(run(llm, GREEDILY), expected)
     with before_each_dispatch(llm, poison):
         assert_same(run(llm, GREEDILY), expected)
@@ -90,7 +95,7 @@ def test_forced_tokens_take_fewer_steps(path, without):
 # ---- further cases
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_states_take_the_forced_tokens_that_stand(states, undrafted):
     """With rows that lose their pages; the second time where states and cells that are not valid hold NaN."""
     expected = run(undrafted(states), GREEDILY)
@@ -118,16 +123,15 @@ def test_beside_a_model_that_drafts_and_on_a_mesh(path, expected):
 
 
 @pytest.mark.slow
-def test_answers_to_random_schemas(path):
-    """Sampled, in batches of eight."""
-    random, buckets = Random(1), Buckets(prefill=(8,), batch=(8,), cache=(128,))
+def test_answers_to_random_schemas(llm, without):
+    """Sampled."""
+    random, before = Random(1), llm.stats.accepted_drafts
     jobs = [
-        (prompt, options(seed=i, structured_outputs=StructuredOutputs(json=random_schema(random)), max_tokens=100))
-        for i, prompt in enumerate(random_prompts([6] * 80))
+        (prompt, options(seed=i, structured_outputs=StructuredOutputs(json=random_schema(random)), max_tokens=50))
+        for i, prompt in enumerate(random_prompts([6] * 40))
     ]
-    without, llm = (build_llm(path, buckets, speculation=option) for option in (None, "ngram:7"))
     assert_same(run(llm, jobs), run(without, jobs))
-    assert llm.stats.accepted_drafts > 50
+    assert llm.stats.accepted_drafts > before + 50
 
 
 @pytest.mark.release
