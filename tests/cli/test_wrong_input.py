@@ -56,7 +56,9 @@ def test_sizes():
 
 
 @pytest.mark.slow
-def test_model(path):
+@pytest.mark.parametrize("most", [20, pytest.param(None, marks=pytest.mark.release)])
+def test_model(path, most):
+    """In so many of the wrong ways for each option."""
     options = [
         *get_type_hints(EngineSettings),
         "dtype",
@@ -69,9 +71,9 @@ def test_model(path):
         "generation_config",
     ]
     good = {"model": path, "max_len": 64, "max_batch": 2, "progress": False}
-    wrong = problems(LLM, good, ["model", "config", *options])
+    wrong = problems(LLM, good, ["model", "config", *options], most)
     options = [*get_type_hints(EngineSettings)]
-    wrong += problems(lambda **options: LLM(path, EngineOptions(**options)), {"max_len": 64}, options)
+    wrong += problems(lambda **options: LLM(path, EngineOptions(**options)), {"max_len": 64}, options, most)
     report(wrong)
 
 

@@ -15,7 +15,7 @@ from tests.helpers.cli_model import make_model
 
 # Few programs, which each replica compiles for itself.
 BUCKETS = Buckets(prefill=(32,), batch=(2,), cache=(96,))
-OPTIONS = {"max_batch": 2, "max_len": 96, "buckets": BUCKETS, "decode_steps": 2, "dtype": "float32"}
+OPTIONS = {"max_batch": 2, "max_len": 96, "buckets": BUCKETS, "decode_steps": 1, "dtype": "float32"}
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
 

@@ -21,7 +21,7 @@ from tests.helpers.servers import free_port
 NAMESPACE, COUNT = "serve", 2
 # Few programs, which each replica compiles for itself.
 BUCKETS = Buckets(prefill=(128,), batch=(4,), cache=(512,))
-OPTIONS = {"max_batch": 4, "max_len": 512, "buckets": BUCKETS, "decode_steps": 4, "dtype": "float32"}
+OPTIONS = {"max_batch": 4, "max_len": 512, "buckets": BUCKETS, "decode_steps": 1, "dtype": "float32"}
 pytestmark = pytest.mark.slow
 
 

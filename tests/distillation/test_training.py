@@ -92,7 +92,7 @@ def drafted(trained: Trained, row: int, position: int) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "position"), [pytest.param(0, 0, marks=pytest.mark.slow), (1, 4), (2, LENGTH - PASSES - 1)]
+    ("row", "position"), [(0, 0), pytest.param(1, 4, marks=pytest.mark.release), (2, LENGTH - PASSES - 1)]
 )
 def test_passes_equal_drafting_a_token_at_a_time(trained, row, position):
     logits = np.stack([x[row, position] for x in trained.logits()])

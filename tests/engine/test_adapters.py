@@ -156,7 +156,7 @@ def test_each_row_has_its_adapter(llm, expected):
     [
         ("llama rslora", {"scan": True}),
         pytest.param("gpt2", {}, marks=pytest.mark.release),
-        pytest.param("minicpm3", {"scan": True}, marks=pytest.mark.slow),
+        pytest.param("minicpm3", {"scan": True}, marks=pytest.mark.release),
     ],
 )
 def test_families_stacks_and_patterns(family, options, written, expected):

@@ -38,7 +38,7 @@ def test_beams_of_one_length_are_transformers(width, llama, checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5, -1.0])
+@pytest.mark.parametrize("penalty", [*(pytest.param(x, marks=pytest.mark.release) for x in (0.0, 1.0)), 2.5, -1.0])
 def test_beams_that_end_are_transformers(penalty, llama, checkpoint, monkeypatch):
     """Common tokens end a continuation here, so those of several lengths compete, and searches end early."""
     params = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=penalty)

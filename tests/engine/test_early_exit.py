@@ -270,7 +270,8 @@ def test_rows_at_different_depths(paths, llm, expected):
 def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
     """By passes, and with rows at different depths in one batch."""
     options = {"early_exit": True} | options
-    return build_llm(path, BUCKETS, **options), build_llm(path, BUCKETS, depthwise_batching=True, **options)
+    passes = build_llm(path, BUCKETS, **{"decode_steps": 1} | options)
+    return passes, build_llm(path, BUCKETS, depthwise_batching=True, **options)
 
 
 @pytest.mark.slow
@@ -342,7 +343,7 @@ def test_other_forms_of_huginn(paths):
 @pytest.mark.slow
 def test_stacked_layers_and_what_the_head_makes_of_tokens(paths):
     """By passes, preempted."""
-    passes = build_llm(paths["parcae"], BUCKETS, scan=True, early_exit="kl")
+    passes = build_llm(paths["parcae"], BUCKETS, scan=True, early_exit="kl", decode_steps=1)
     answers = assert_leave_by_the_head(passes)
     with new_engine(passes, prefix_caching=False, pages=passes.engine.plan.columns * 4 // 3) as engine:
         assert answers_of(passes, PROMPTS, KL) == answers

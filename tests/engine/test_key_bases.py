@@ -136,7 +136,7 @@ def test_commands_know_them():
     assert missing.exit_code
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_artifacts_know_them(path, selecting, tmp_path):
     """The model's bases are found though no option asks for them again."""
     made = compile(path, "cpu", buckets=BUCKETS, modes=["greedy"], attention_pages="loki:3:8", out=tmp_path / "out")

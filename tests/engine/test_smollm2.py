@@ -22,7 +22,7 @@ LOW_MARGIN = 0.02  # between the two best logits of a step: rounding may turn su
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """Stacked: a thirtieth to compile. Notebook 1 runs the same weights in single layers."""
-    return build_llm("smollm2", Buckets(prefill=(32,), batch=(3,), cache=(128,)), scan=True, decode_steps=2)
+    return build_llm("smollm2", Buckets(prefill=(32,), batch=(3,), cache=(128,)), scan=True, decode_steps=1)
 
 
 def certain_steps(prompt: dict) -> int:

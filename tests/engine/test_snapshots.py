@@ -113,7 +113,7 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
 def test_devices_save_their_parts(parallel, checkpoint, alone):
     """Each replica has snapshots of its rows, and each device its part of them."""
     kind = "gpt_oss"
-    options = {"page_size": PAGE, "decode_steps": 4, "snapshots": 2, **BESIDE[kind]}
+    options = {"page_size": PAGE, "decode_steps": 1, "snapshots": 2, **BESIDE[kind]}
     llm = build_llm(checkpoint(kind), FOUR_ROWS, parallel=parallel, **options)
     prompts = [prompt_of(8 * i % 48, i % 3, 5 + i) for i in range(14)]
     for _ in range(2):

@@ -177,7 +177,7 @@ def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
 @pytest.mark.parametrize(
     ("of", "scheme", "method"),
     [
-        ("model", "int4_g32", "nearest"),
+        pytest.param("model", "int4_g32", "nearest", marks=pytest.mark.release),
         ("experts", "int8_a8", "nearest"),
         pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.release),
     ],

@@ -67,18 +67,22 @@ def brief(value: Any) -> str:
     return repr(value)[:60]
 
 
-def variants(good: dict[str, Any], names: list[str]) -> Iterator[dict[str, Any]]:
-    """The arguments with each of the named ones wrong in every way, then with two of them wrong at a time."""
-    for name in names:
-        for value in WRONG:
-            yield good | {name: value}
+def variants(good: dict[str, Any], names: list[str], most: int | None) -> Iterator[dict[str, Any]]:
+    """The arguments with each of the named ones wrong in every way, or in `most`, then with two of them wrong at a
+    time."""
     draw = random.Random(SEED)
+    for name in names:
+        for value in WRONG if most is None else draw.sample(WRONG, most):
+            yield good | {name: value}
     for _ in range(30 if len(names) > 1 else 0):
         yield good | {name: draw.choice(WRONG) for name in draw.sample(names, 2)}
 
 
-def problems(call: Callable[..., Any], good: dict[str, Any], names: list[str] | None = None) -> list[str]:
-    return [text for options in variants(good, names or list(good)) if (text := check(call, **options))]
+def problems(
+    call: Callable[..., Any], good: dict[str, Any], names: list[str] | None = None, most: int | None = None
+) -> list[str]:
+    """most: in how many ways an argument is wrong, drawn by a fixed seed; None: in every way."""
+    return [text for options in variants(good, names or list(good), most) if (text := check(call, **options))]
 
 
 def report(wrong: list[str]) -> None:

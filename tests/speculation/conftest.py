@@ -30,7 +30,7 @@ def counts(monkeypatch) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def undrafted() -> Callable[..., LLM]:
     """`undrafted(path, **options)`: a shared LLM of `BUCKETS` that drafts nothing."""
-    return functools.cache(lambda path, **options: build_llm(path, BUCKETS, decode_steps=3, **options))
+    return functools.cache(lambda path, **options: build_llm(path, BUCKETS, decode_steps=1, **options))
 
 
 @pytest.fixture(scope="module")

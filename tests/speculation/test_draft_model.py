@@ -56,12 +56,12 @@ def other(checkpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def states(checkpoint) -> Path:
-    kinds = "linear_attention", "full_attention"
-    return checkpoint("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+    """Of convolutions."""
+    return checkpoint("lfm2", num_hidden_layers=2, layer_types=("conv", "full_attention"))
 
 
 def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
-    return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("draft", tokens, model), **more)
+    return tight(path, BUCKETS, speculation=Speculation("draft", tokens, model), **{"decode_steps": 1} | more)
 
 
 @pytest.mark.slow
@@ -88,10 +88,11 @@ def assert_nothing_is_read_of_what_drafts(llm: LLM, jobs: Sequence[Job], without
 
 @pytest.mark.release
 def test_states_that_draft_in_batches_that_change(path, without, checkpoint, counts):
-    """Of convolutions. Nothing compiles after the warm-up, whatever a dispatch drafts; modes are above."""
+    """Of linear attention. Nothing compiles after the warm-up, whatever a dispatch drafts; modes are above."""
     counts(0, 1, 3)
-    conv = checkpoint("lfm2", num_hidden_layers=2, layer_types=("conv", "full_attention"))
-    expected, llm = run(without, LONGER), drafting(path, conv)
+    kinds = "linear_attention", "full_attention"
+    linear = checkpoint("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+    expected, llm = run(without, LONGER), drafting(path, linear)
     llm.warmup(("greedy",))
     before = compilations()
     for _ in range(2):
@@ -105,8 +106,8 @@ def test_states_that_draft_in_batches_that_change(path, without, checkpoint, cou
 
 @pytest.fixture(scope="module")
 def twice(path) -> LLM:
-    """A model that drafts for itself."""
-    return drafting(path, path)
+    """A model that drafts for itself, several steps in a program."""
+    return drafting(path, path, decode_steps=3)
 
 
 @pytest.mark.slow

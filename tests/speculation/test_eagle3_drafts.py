@@ -58,7 +58,7 @@ def head(path, tmp_path_factory) -> Path:
 
 
 def drafting(path: Path, head: Path, tokens: int = 3, **more) -> LLM:
-    return tight(path, BUCKETS, decode_steps=3, speculation=Speculation("eagle3", tokens, head), **more)
+    return tight(path, BUCKETS, decode_steps=1, speculation=Speculation("eagle3", tokens, head), **more)
 
 
 def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarray:
@@ -93,7 +93,7 @@ def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarra
 @pytest.mark.slow
 def test_drafts_are_the_published_ones(path, head, without):
     """As many stand as by the published arithmetic, step by step from features and positions of its own."""
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation=f"eagle3:{head}:3", prefix_caching=False)
+    llm = build_llm(path, BUCKETS, decode_steps=1, speculation=f"eagle3:{head}:3", prefix_caching=False)
     wanted = np.zeros(2, int)
     for job in ALONE:
         outputs = run(llm, [job])

@@ -77,6 +77,7 @@ def test_states_have_tokens_that_stand(checkpoint, undrafted, counts):
 # ---- further cases of each kind
 
 BUCKETS = Buckets(prefill=(8,), batch=(1, 4), cache=(24, 64))
+LONG_AND_SHORT = dataclasses.replace(BUCKETS, batch=(4,))  # one batch size: fewer programs
 
 
 @pytest.mark.slow
@@ -86,7 +87,7 @@ def test_drafters_that_are_always_the_same(path, without):
     expected = run(without, jobs)
     kinds: tuple = ("right",), ("wrong",), ("beyond", "negative"), ("none",)
     drafter = dataclasses.replace(drafter_of(expected), kinds=kinds)
-    llm = build_llm(path, SHORT, decode_steps=3, speculation=Speculation(drafter, tokens=3))
+    llm = build_llm(path, SHORT, decode_steps=1, speculation=Speculation(drafter, tokens=3))
     assert_same(run(llm, jobs), expected)
     for job, one, of_job in zip(jobs, expected, kinds, strict=True):
         with new_engine(llm):
@@ -102,7 +103,7 @@ def test_bucket_edges_and_changing_counts(path, without, counts):
     expected = run(without, jobs)
     counts(3, 0, 1)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(path, BUCKETS, decode_steps=2, speculation=speculation, page_size=8)
+    llm = build_llm(path, LONG_AND_SHORT, decode_steps=2, speculation=speculation, page_size=8)
     assert_same(run(llm, jobs), expected)
     for job, wanted in zip(jobs, expected, strict=True):
         assert_same(run(llm, [job]), [wanted])
@@ -123,7 +124,7 @@ KINDS = {
     "nemotron_h": {"scan": True},
     "kimi_linear": {},
 }
-FURTHER = ("ministral", "nemotron_h", "kimi_linear")
+FURTHER = ("gemma3n_text", "ministral", "nemotron_h", "kimi_linear")
 
 
 @pytest.mark.slow
@@ -136,7 +137,7 @@ def test_kinds_of_layers(family, checkpoint, undrafted):
     jobs = [(TRUNK, GREEDY), (TAILS[1], GREEDY), (TAILS[2], GREEDY)]
     expected = run(undrafted(path, **more), jobs)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(path, SHORT, decode_steps=2, speculation=speculation, **more)
+    llm = build_llm(path, SHORT, decode_steps=1, speculation=speculation, **more)
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
         assert_same(run(llm, jobs), expected)
         assert llm.engine.stats.accepted_drafts
@@ -195,16 +196,17 @@ OF_ALL_KINDS = ("mamba", "attention", "mlp")
         # Heads, their states and the vocabulary in parts, on two replicas.
         pytest.param("nemotron_h", {"layers_block_type": OF_ALL_KINDS}, "dp=2,tp=2", marks=pytest.mark.release),
         # Positions that are split: windows that do not divide into them, with sinks, beside experts; latents.
-        ("gpt_oss", {"sliding_window": 6}, "cp=2,ep=2"),
+        pytest.param("gpt_oss", {"sliding_window": 6}, "cp=2,ep=2", marks=pytest.mark.release),
+        ("llama", {"num_hidden_layers": 1}, "cp=2,tp=2"),
         pytest.param("minicpm3", {}, "cp=2,tp=2,rules=tp2d", marks=pytest.mark.release),
     ],
-    ids=["heads and states", "positions and experts", "positions of latents"],
+    ids=["heads and states", "positions and experts", "positions", "positions of latents"],
 )
 def test_several_devices(family, sizes, parallel, checkpoint, undrafted):
     path = checkpoint(family, **sizes)
     expected = run(undrafted(path), MESH_JOBS)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(path, SHORT, parallel=parallel, decode_steps=2, speculation=speculation)
+    llm = build_llm(path, SHORT, parallel=parallel, decode_steps=1, speculation=speculation)
     assert_same(run(llm, MESH_JOBS), expected)
     assert llm.engine.stats.accepted_drafts
 

@@ -58,7 +58,7 @@ def states(checkpoint) -> Path:
 @pytest.fixture(scope="module")
 def llm(path) -> LLM:
     """Rows lose their pages."""
-    return tight(path, BUCKETS, decode_steps=3, speculation="ngram:3")
+    return tight(path, BUCKETS, decode_steps=1, speculation="ngram:3")
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def assert_published(path: Path, without: LLM) -> None:
 
     Each request runs alone, as steps that prefill draft nothing.
     """
-    llm = build_llm(path, BUCKETS, decode_steps=3, speculation="mtp:3", prefix_caching=False)
+    llm = build_llm(path, BUCKETS, decode_steps=1, speculation="mtp:3", prefix_caching=False)
     wanted = np.zeros(2, int)
     for job in ALONE:
         outputs = run(llm, [job])
