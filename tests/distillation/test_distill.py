@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.cli import app
 from inferlib.distillation.data import Data
-from inferlib.distillation.eagle3 import distill_eagle3, open_run
+from inferlib.distillation.eagle3 import Run, distill_eagle3, open_run
 from inferlib.distillation.record import Record, read_log
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of
@@ -91,13 +91,6 @@ def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_pa
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_a_finished_run_is_measured_again(model, texts, whole):
-    before = losses(whole)
-    distill_eagle3(str(model), texts, whole, DistillSettings(**SMALL))
-    assert losses(whole) == before
-
-
 @pytest.mark.release
 def test_two_devices_learn_as_one(model, texts, whole, tmp_path):
     distill_eagle3(str(model), texts, tmp_path / "head", DistillSettings(**{**SMALL, "devices": 2}))
@@ -115,9 +108,14 @@ def test_a_head_learns_what_its_target_goes_on_with(model, texts, tmp_path):
     assert result.acceptance > 3 / 64
 
 
+@pytest.fixture(scope="module")
+def run(model, texts, whole) -> Run:
+    """The run again, with programs of its own."""
+    return open_run(str(model), texts, whole, DistillSettings(**SMALL))
+
+
 @pytest.mark.slow
-def test_the_step_compiles_once(model, texts, whole):
-    run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
+def test_the_step_compiles_once(run):
     state = run.first_state()
     for number in range(3):
         state, _ = run.step(state, run.target_weights, jax.device_put(run.data.batch(number, 8, 0), run.loop.split))
@@ -125,9 +123,8 @@ def test_the_step_compiles_once(model, texts, whole):
 
 
 @pytest.mark.slow
-def test_a_head_begins_with_features_of_size_one(model, texts, whole):
+def test_a_head_begins_with_features_of_size_one(run):
     """Whatever sizes the target's hidden states have, here much more than 1."""
-    run = open_run(str(model), texts, whole, DistillSettings(**SMALL))
     weights = run.all_weights(run.first_state()["weights"])
     features, _ = run.target.states(run.target_weights, jax.numpy.asarray(run.data.rows[:2]))
     fused = run.passes.begin(weights, features).hidden
@@ -224,11 +221,14 @@ def test_a_directory_of_something_else_is_refused(model, texts, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_says_what_a_verification_gives(model, texts, whole):
+    """Of a finished run, which is measured again and does not go on."""
+    before = losses(whole)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     words = ["distill", "eagle3", "--model", str(model), "--data", str(texts), "--out", str(whole), *options]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "tokens a verification with chains of 4 drafts" in result.stderr
+    assert losses(whole) == before
 
 
 def test_the_command_trains_no_other_head(model, texts, tmp_path):

@@ -70,11 +70,9 @@ def test_rows_equal_models_of_fewer_steps(path, llm, expected):
 @pytest.mark.slow
 def test_rows_that_are_preempted(llm, expected):
     """With few pages, and NaN in whatever is not valid."""
-    with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:
+    with before_each_dispatch(llm, poison, pages=llm.engine.plan.columns * 4 // 3):
         assert tokens_of(llm, PROMPTS, params_of(DEPTHS)) == expected
-        assert engine.scheduler.preemptions > 0
-    with before_each_dispatch(llm, poison):
-        assert tokens_of(llm, PROMPTS, params_of(DEPTHS)) == expected
+        assert llm.engine.scheduler.preemptions > 0
 
 
 @pytest.mark.slow

@@ -117,11 +117,9 @@ def test_rows_without_a_threshold_are_as_without_early_exits(paths, expected):
 @pytest.mark.slow
 def test_rows_that_are_preempted(llm, expected):
     """With few pages, and NaN in whatever is not valid."""
-    with new_engine(llm, prefix_caching=False, pages=llm.engine.plan.columns * 4 // 3) as engine:
+    with before_each_dispatch(llm, poison, pages=llm.engine.plan.columns * 4 // 3):
         assert answers_of(llm, PROMPTS, PARAMS) == expected
-        assert engine.scheduler.preemptions > 0
-    with before_each_dispatch(llm, poison):
-        assert answers_of(llm, PROMPTS, PARAMS) == expected
+        assert llm.engine.scheduler.preemptions > 0
 
 
 @pytest.mark.slow
@@ -302,11 +300,10 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
     assert_same()
     assert compilations() == before
     assert depthwise.stats.core_runs < passes.stats.core_runs
-    with new_engine(depthwise, prefix_caching=False, pages=depthwise.engine.plan.columns * 4 // 3) as engine:
+    pages = depthwise.engine.plan.columns * 4 // 3
+    with before_each_dispatch(depthwise, poison, pages=pages):  # of tokens in the core, the prelude's cells stay
         assert_same()
-        assert engine.scheduler.preemptions > 0
-    with before_each_dispatch(depthwise, poison):  # of tokens in the core, the prelude's cells stay
-        assert_same()
+        assert depthwise.engine.scheduler.preemptions > 0
 
 
 @pytest.mark.release

@@ -30,7 +30,6 @@ from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.sequences import GREEDY, LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
     JOB,
-    ONE_SLOW,
     PENALIZED,
     SAMPLED,
     TAILS,
@@ -43,7 +42,7 @@ from tests.helpers.shared_beginnings import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONE_SLOW)
+@pytest.mark.parametrize("kind", ["llama stacked", pytest.param("llama int8", marks=pytest.mark.release), "minicpm3"])
 def test_edges_of_pages_and_of_their_parts(kind, tight, alone):
     """The same prompt again, one that is longer by a token, and one whose last token is another."""
     lengths = [7, 8, 9, 15, 16, 17, 24, 25, 32, 33] if kind == "llama stacked" else [16, 25]
@@ -114,7 +113,9 @@ def test_only_prompts_of_one_salt_share(tight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(SAMPLED, id="sampled", marks=pytest.mark.release), pytest.param(PENALIZED, id="penalized")]
+)
 def test_samples_and_penalties_count_tokens_that_are_cached(params, tight, alone):
     """Of prompts, and of sequences that come back."""
     with new_engine(tight("llama stacked")) as engine:

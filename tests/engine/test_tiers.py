@@ -26,7 +26,6 @@ from tests.helpers.poison import poison
 from tests.helpers.sequences import FOUR_ROWS, LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
     JOB,
-    ONE_SLOW,
     PAGE,
     STRANGERS,
     assert_as_if_alone,
@@ -43,7 +42,7 @@ def page_bytes(llm: LLM) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONE_SLOW)
+@pytest.mark.parametrize("kind", ["llama stacked", "llama int8", pytest.param("minicpm3", marks=pytest.mark.release)])
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:

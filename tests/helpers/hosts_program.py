@@ -16,7 +16,7 @@ from inferlib import LLM, Buckets, SamplingParams, distributed
 from tests.helpers.counted_reads import CountedReads
 
 PROMPTS = [[5, 6, 7], list(range(10, 35)), [9] * 4, list(range(40, 49)), [77, 3]]
-SIZES = {"max_batch": 4, "max_len": 64, "buckets": Buckets(prefill=(16,), batch=(4,), cache=(64,))}
+SIZES = {"max_batch": 4, "max_len": 64, "buckets": Buckets(prefill=(16,), batch=(4,), cache=(64,)), "decode_steps": 1}
 
 
 def build(model: str | Path, parallel: str | None, **sizes: Any) -> LLM:

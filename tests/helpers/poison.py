@@ -249,10 +249,10 @@ def _where(valid: np.ndarray, array: jax.Array, bad: float) -> jax.Array:
 
 
 @contextlib.contextmanager
-def before_each_dispatch(llm: LLM, act: Callable[[Engine], object]) -> Iterator[None]:
+def before_each_dispatch(llm: LLM, act: Callable[[Engine], object], *, pages: int | None = None) -> Iterator[None]:
     """`llm` with a new engine, one dispatch at a time, and `act` before each. Without snapshots, whatever left a window
-    is not valid."""
-    with new_engine(llm, in_flight=1, prefix_caching=False) as engine:
+    is not valid. pages: see `new_engine`."""
+    with new_engine(llm, pages=pages, in_flight=1, prefix_caching=False) as engine:
         advance = engine.advance
 
         def acting(**options):

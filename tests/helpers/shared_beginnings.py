@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from inferlib import LLM, SamplingParams
@@ -31,7 +30,6 @@ PAGED = {
     "llama int8": {"kv_cache_dtype": "int8"},
     "minicpm3": {},
 }
-ONE_SLOW = [pytest.param(kind, marks=pytest.mark.slow if kind == "minicpm3" else ()) for kind in PAGED]
 # Cells of bytes: so coarse a rounding shows the last bit of a sum, so tokens may differ by the shapes of programs.
 PACKED = {"llama int4": {"scan": True, "kv_cache_dtype": "int4"}}
 # Rings or states beside pages, with snapshots of them.

@@ -128,7 +128,7 @@ def test_answers_to_random_schemas(llm, without):
     random, before = Random(1), llm.stats.accepted_drafts
     jobs = [
         (prompt, options(seed=i, structured_outputs=StructuredOutputs(json=random_schema(random)), max_tokens=50))
-        for i, prompt in enumerate(random_prompts([6] * 40))
+        for i, prompt in enumerate(random_prompts([6] * 56))
     ]
     assert_same(run(llm, jobs), run(without, jobs))
     assert llm.stats.accepted_drafts > before + 50
