@@ -403,9 +403,10 @@ def test_full_disk_under_stdout(monkeypatch, capsys):
 # ---- info
 
 
-def test_info(inferlib, monkeypatch):
+def test_info(inferlib, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", layers=2)
     monkeypatch.setattr(SafetensorsSource, "read", None)  # no weights are read
-    facts = json.loads(inferlib("info", inferlib.model, "--json", "--max-len", "100").stdout)
+    facts = json.loads(inferlib("info", model, "--json", "--max-len", "100").stdout)
     vocab, width, hidden, layers = 260, 96, 80, 2
     attention = width * 24 * (6 + 2 * 2) + 6 * 24 * width
     parameters = 2 * vocab * width + layers * (attention + 3 * width * hidden + 2 * width) + width
@@ -430,7 +431,7 @@ def test_info(inferlib, monkeypatch):
     assert segment["pattern"][0]["attention"]["heads"] == 6
     assert facts["context"] == 256
 
-    table = inferlib("info", inferlib.model).stdout
+    table = inferlib("info", model).stdout
     assert "2, all alike: 6 heads of 24, 2 for keys and values" in " ".join(table.split())
     assert "cache of 256 tokens" in table
 

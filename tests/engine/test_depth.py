@@ -35,7 +35,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(path) -> LLM:
-    return build_llm(path, BUCKETS)
+    return build_llm(path, BUCKETS, decode_steps=2)
 
 
 def params_of(depths: list[int | None]) -> list[SamplingParams]:
@@ -138,7 +138,7 @@ def test_depths_are_for_looped_models(small):
 def test_tokens_are_the_same_where_a_pass_runs_all_steps(path, expected, monkeypatch):
     """As on GPUs."""
     monkeypatch.setattr(EngineConfig, "counted", True)
-    other = build_llm(path, BUCKETS)
+    other = build_llm(path, BUCKETS, decode_steps=1)
     assert tokens_of(other, PROMPTS, params_of(DEPTHS)) == expected
     blocks = [block for block in other.engine.plan.view(other.engine.cache) if block.arrays[0].ndim == 5]
     assert all(np.asarray(block.arrays[0])[-1].any() for block in blocks)
@@ -156,6 +156,6 @@ def test_tokens_are_the_same_where_a_pass_runs_all_steps(path, expected, monkeyp
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_tokens_are_the_same(options, path, expected):
-    other = build_llm(path, BUCKETS, **options)
+    other = build_llm(path, BUCKETS, **{"decode_steps": 1} | options)
     for _ in range(2):
         assert tokens_of(other, PROMPTS, params_of(DEPTHS)) == expected

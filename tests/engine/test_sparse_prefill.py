@@ -34,7 +34,8 @@ PROMPTS = [*random_prompts([1, 127, 128, 129, 257], seed=2), [*SHARED, 3, 4, 5],
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama mesh": {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int8"}
+    "llama mesh": {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int8"},
+    "llama mesh quest": {"parallel": "dp=2,tp=2", "scan": True, "kv_cache_dtype": "int8"}
     | {"attention_pages": "quest:4:16", "speculation": "ngram:3"},
     "gpt_oss": {},  # rings, and sinks
 }
@@ -61,7 +62,8 @@ def sparse(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.release if kind == "llama" else []) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ("llama mesh", "gpt_oss") else pytest.mark.release) for kind in KINDS],
 )
 def test_rows_are_what_they_are_alone(kind, sparse):
     """With NaN in all that is not valid, and behind prompts that were there before. Nothing compiles. A mesh has
