@@ -133,9 +133,10 @@ def test_pages_that_are_copied_evicted_and_given_away(selecting):
     assert all(len(s.tokens) == 20 for s in sequences)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_drafts_change_no_token(selecting, checkpoint):
-    """Each of several queries of a row selects for itself, as if tokens came one by one."""
+    """Each of several queries of a row selects for itself, as if tokens came one by one. By bases of keys they do so in
+    `test_key_bases.py`."""
     prompts = [[*tail[:5] * 4, *tail[:3]] for tail in TAILS[:3]]
     drafting = build_llm(checkpoint("llama"), BUCKETS, attention_pages=PAGES, decode_steps=1, speculation="ngram:3")
     assert tokens_of(drafting, prompts, GREEDY) == tokens_of(selecting("llama"), prompts, GREEDY)
