@@ -377,8 +377,8 @@ def failing(llm: LLM) -> Iterator[None]:
         engine._program = functools.partial(program, engine)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("draft", marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("method", ["eagle3", "draft"])
 def test_with_speculation(method, written, expected, tmp_path):
     """By a head or a model without adapters, whose weights are behind their factors."""
     path, adapters = written("llama")

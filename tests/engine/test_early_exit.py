@@ -216,7 +216,7 @@ def test_depths_of_drafts_and_of_tokens_that_the_host_chooses(paths, expected):
 
 KL = [
     replace(GREEDY, exit_threshold=threshold, depth=depth)
-    for threshold, depth in [(0.021, None), (0.05, 5), (None, None), (0.01, None), (0.02, 4), (None, 3)]
+    for threshold, depth in [(0.021, None), (0.05, 5), (None, None), (0.01, None), (0.022, 4), (None, 3)]
 ]
 
 
@@ -268,25 +268,25 @@ def test_rows_at_different_depths(paths, llm, expected):
 def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
     """By passes, and with rows at different depths in one batch."""
     options = {"early_exit": True} | options
-    passes = build_llm(path, BUCKETS, **{"decode_steps": 1} | options)
-    return passes, build_llm(path, BUCKETS, depthwise_batching=True, **options)
+    return build_llm(path, BUCKETS, **options), build_llm(path, BUCKETS, depthwise_batching=True, **options)
 
 
 @pytest.mark.slow
-def test_depths_in_one_batch_are_those_of_passes(paths):
-    """Sampled tokens, log-probabilities, stop tokens, and rows that are preempted; nothing compiles. Greedy tokens are
-    above."""
+def test_depths_in_one_batch_are_those_of_passes(paths, expected):
+    """Sampled and greedy tokens, log-probabilities, stop tokens, and rows that are preempted; nothing compiles."""
     passes, depthwise = both_ways(paths["parcae"])
     sampled = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "bad_words": ["a b"], "logprobs": 2}
     stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14)), "logprobs": 1}
+    greedy = {"logprobs": 0}
 
     def results(of: LLM) -> tuple[list[Any], list[float]]:
-        params = [replace(x, **more) for more in (sampled, stopped) for x in PARAMS]
-        chosen = [output.outputs[0] for output in of.generate(PROMPTS * 2, params)]
+        params = [replace(x, **more) for more in (sampled, stopped, greedy, greedy) for x in PARAMS]
+        chosen = [output.outputs[0] for output in of.generate(PROMPTS * 4, params)]
         answers = [(x.token_ids, x.depths, x.finish_reason) for x in chosen]
         return answers, [entry.logprob for x in chosen for step in x.logprobs or () for entry in step.values()]
 
     of_passes = results(passes)
+    assert [Answer(tokens, depths) for tokens, depths, _ in of_passes[0][-len(PROMPTS) :]] == expected
 
     def assert_same() -> None:
         answers, logprobs = results(depthwise)

@@ -21,7 +21,7 @@ CASES = {
     "states": ("qwen3_5_text", {}),
     "tokens over devices": ("llama", {"parallel": "cp=2"}),
 }
-MARKS = {"tokens over devices": pytest.mark.release}
+MARKS = dict.fromkeys(("states", "tokens over devices"), pytest.mark.release)
 
 
 def built(checkpoint, case):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -48,8 +49,10 @@ class Processes:
 
     def __init__(self, commands: list[list[str]]):
         pipe = subprocess.PIPE
-        # A TPU's library, if installed, looks for a chip and complains.
-        options = dict(stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        # A TPU's library, if installed, looks for a chip and complains. Equal programs are compiled once.
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+        options = dict(stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
         self._all = [subprocess.Popen(c, **options) for c in commands]
 
     def __getitem__(self, i: int) -> subprocess.Popen:

@@ -46,11 +46,11 @@ FAST = ("gpt_oss", "qwen3_5_text")
 
 def build_tight(path: Path, kind: str) -> LLM:
     """Four rows that share pages for a sequence and a half, and three snapshots of what is beside pages. Only rows of
-    kinds that end with "moving" go to smaller batches, and only those with pages alone or with rings decode several
-    steps at a time: the others have fewer programs."""
+    kinds that end with "moving" go to smaller batches, and only those that many tests run decode several steps at a
+    time: the others have fewer programs."""
     kind, moving, _ = kind.partition(" moving")
     buckets = LEAST if moving else FOUR_ROWS
-    steps = 4 if kind in ("llama stacked", "gpt_oss") else 1
+    steps = 4 if kind in ("llama stacked", *FAST) else 1
     options: dict[str, Any] = {"page_size": PAGE, "decode_steps": steps, **(PAGED | PACKED | BESIDE)[kind]}
     options |= {"snapshots": 3} if kind in BESIDE else {}
     whole = build_llm(path, buckets, **options).engine.plan
