@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from inferlib.pallas_kernels.block_stream_tpu import BlockStream
 from inferlib.pallas_kernels.row_stream_tpu import RowStream
 
 LANES, SUBLANES = 128, 8
+ABSENT = -(1 << 20)  # the place of cells that are not in a block
 
 
 def tile_of(ndim: int, dtype) -> int:
@@ -38,8 +38,23 @@ def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int, togethe
         pltpu.VMEM((buffers, tiles_of(cells, tile), x.shape[2], tile, *x.shape[4:]), x.dtype)
         for x, tile in zip(cache, tiles, strict=True)
     )
-    semaphores = pltpu.SemaphoreType.DMA((len(cache), buffers // together))
-    return {"staged": staged, "pending": pltpu.SMEM((buffers,), jnp.int32), "write_semaphores": semaphores}
+    groups = buffers // together
+    return {
+        "staged": staged,
+        "pending": (pltpu.SMEM((groups,), jnp.int32),) * (1 + len(cache)),
+        "write_semaphores": pltpu.SemaphoreType.DMA((len(cache), groups)),
+    }
+
+
+class CellPlace(NamedTuple):
+    """Where the new cells of a row are. row: its number. there: whether its block has any that are written. slot: the
+    slot of the row that the block begins in; of a ring it may lie behind the end. first: the place in the block at
+    which they begin, less than the block's size; `ABSENT` if they are not there."""
+
+    row: jax.Array
+    there: jax.Array
+    slot: jax.Array | int
+    first: jax.Array
 
 
 def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
@@ -63,9 +78,10 @@ class CellWriter:
     behind the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. For a quantised
     cache (`scaled`) the writer rounds them. written [B]: how many of a row's new cells are put, the last ones, as the
     others are in the cache already; None: all. staged: for each array of the stream, the tiles on their way from a
-    buffer to the cache, [n, tiles, K, tile, ...], because the block itself changes once it is used. semaphores
-    [arrays, n / `stream.together`]. pending [n]: where a buffer's cells on their way to the cache begin in its block;
-    the size of a block if there are none.
+    buffer to the cache, [n, tiles, K, tile, ...], because the block itself changes once it is used. Buffers come in
+    groups of `stream.together`, and a buffer is the `number`-th of a group. semaphores [arrays, groups]. pending, each
+    [groups]: how many tiles of a group are on their way to the cache: blocks' first ones, of every array, and then of
+    each array all others.
     """
 
     stream: BlockStream | RowStream
@@ -75,110 +91,116 @@ class CellWriter:
     written: Any
     staged: Sequence[Any]
     semaphores: Any
-    pending: Any
+    pending: Sequence[Any]
 
     def begin(self) -> None:
-        for buffer in range(self.pending.shape[0]):
-            self.pending[buffer] = self.stream.pages.block
+        for pending in self.pending:
+            for group in range(pending.shape[0]):
+                pending[group] = 0
 
-    def put(self, buffer: jax.Array) -> None:
-        """Put the new cells into the block in a buffer, which has arrived, and start to copy their tiles to the cache.
+    def put(self, group: jax.Array, number: int, blocks: Sequence[Any], at: CellPlace) -> jax.Array:
+        """Put the new cells into the blocks of all arrays, each [K, T, ...], which have arrived in a buffer, and start
+        to copy their tiles to the cache. Returns how many first tiles these are, for `sent`.
 
         The code of the first tile has no branches, so that the compiler can mix it with other instructions. In a block
         without new cells it writes the old contents again.
         """
-        stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
-        arrays = len(self.staged) // (1 + self.scaled)
-        row, holds, begin, first = self._new_cells(buffer)
-        first = jnp.where(holds, first, block)
-        self.pending[buffer] = first
+        stream, arrays = self.stream, len(self.staged) // (1 + self.scaled)
+        heads, buffer = stream.query_buffers.shape[1], group * stream.together + number
         targets: dict[tuple[int, int], tuple[Any, Any]] = {}  # of tiles in the cache, by their size and number
         cells = [self._cells(buffer, head, arrays) for head in range(heads)]
 
         def put_tile(n: int, j: int, start: jax.Array) -> None:
-            block_copy, staged = stream.buffers[n], self.staged[n]
+            block, staged = blocks[n], self.staged[n]
             tile = staged.shape[3]
-            inside = [self._place(row, c, first - start) for c in range(self.new)]
+            inside = [self._place(at.row, c, at.first - start) for c in range(self.new)]
             mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
             for head in range(heads):
                 cell = cells[head][n // arrays][mine]
                 if n < arrays:
-                    at = buffer, head, pl.ds(start, tile)
-                    merged = _merged(block_copy[at], cell, inside)
+                    here = head, pl.ds(start, tile)
+                    merged = _merged(block[here], cell, inside)
                     staged[buffer, j, head] = merged
                 else:
-                    at = buffer, pl.ds(head, 1), pl.ds(start, tile)
-                    merged, lane = block_copy[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+                    here = pl.ds(head, 1), pl.ds(start, tile)
+                    merged, lane = block[here], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
                     for x, place in zip(cell, inside, strict=True):
                         merged = jnp.where(lane == place, x, merged)
                     staged[buffer, j, pl.ds(head, 1)] = merged
-                block_copy[at] = merged
+                block[here] = merged
             # Found once for arrays with the same tiles, and before the condition: under it, every scalar that is read
             # costs instructions to choose its address.
-            target = targets.get((tile, j)) or self._place_in_cache(row, begin + start)
+            target = targets.get((tile, j)) or self._place_in_cache(at, start)
             if j == 0:  # what is found in the branch of another tile is not known outside it
                 targets[tile, j] = target
-            pl.when(holds)(self._copy(n, j, buffer, *target).start)
+            else:
+                self.pending[1 + n][group] += 1
+            pl.when(at.there)(self._copy(n, j, group, buffer, *target).start)
 
-        self._each_tile(first, put_tile)
+        self._each_tile(at.first, put_tile)
+        return at.there.astype(jnp.int32)
+
+    def sent(self, group: jax.Array, count: jax.Array) -> None:
+        """Tell the writer how many first tiles of a group have been put."""
+        self.pending[0][group] = count
 
     def end(self) -> None:
         """Wait until all cells are in the cache."""
-        for buffer in range(0, self.pending.shape[0], self.stream.together):
-            self.wait(buffer)
+        for group in range(self.pending[0].shape[0]):
+            self.wait(group)
 
-    def has(self, buffer: jax.Array) -> jax.Array:
-        """True if the block in a buffer has new cells."""
-        return self._new_cells(buffer)[1]
+    def of_buffer(self, buffer: jax.Array) -> CellPlace:
+        """The new cells of the block in a buffer of a `BlockStream`. The compiler reads scalars as often as it is told
+        to, so this does once."""
+        stream, pages = self.stream, self.stream.pages
+        row, begin = (owner[buffer] for owner in stream.owners)
+        length, slot = stream.length(row), begin
+        if pages.ring:
+            slot = stream.origin[row] + begin - pages.first(length)
+        first = length - self.new - begin
+        there = (stream.counts[buffer] > 0) & (first < pages.block)
+        return self._unless_written(CellPlace(row, there, slot, jnp.where(there, first, ABSENT)))
 
-    def wait(self, buffer: jax.Array | int) -> None:
-        """Wait until the tiles that were last sent from a buffer are in the cache, and those from the other buffers of
-        its group, which it is the first of."""
-        none, buffers = self.stream.pages.block, [buffer + i for i in range(self.stream.together)]
-        firsts = [self.pending[at] for at in buffers]
+    def of_row(self, row: jax.Array) -> CellPlace:
+        """The new cells of a row of a `RowStream`."""
+        live, origin = self.stream.live[row], self.stream.origin
+        return self._unless_written(CellPlace(row, live > 0, 0 if origin is None else origin[row], live - self.new))
+
+    def _unless_written(self, at: CellPlace) -> CellPlace:
+        if self.written is None:
+            return at
+        there = at.there & (self.written[at.row] > 0)
+        return at._replace(there=there, first=jnp.where(there, at.first, ABSENT))
+
+    def wait(self, group: jax.Array | int) -> None:
+        """Wait until the tiles that were last sent from a group are in the cache."""
 
         def wait_for(n: int, tiles: Any) -> None:
             """Only the number of bytes matters in the copy that a wait is given."""
-            pltpu.make_async_copy(tiles, tiles, self._semaphore(n, buffer)).wait()
+            pltpu.make_async_copy(tiles, tiles, self.semaphores.at[n, group]).wait()
 
         def wait_for_first_tiles(first: Any, count: Any) -> None:
             for n, staged in enumerate(self.staged):
                 wait_for(n, staged.at[pl.ds(first, count), 0])
 
-        def wait_for_other_tile(n: int, j: int, _: jax.Array) -> None:
-            wait_for(n, self.staged[n].at[0, j])
-
-        sent: Any = sum((first < none).astype(jnp.int32) for first in firsts)
-        self.stream.at_once(sent, wait_for_first_tiles)
-        for at, first in zip(buffers, firsts, strict=True):
-            if any(staged.shape[1] > 1 for staged in self.staged):
-                pl.when(first < none)(functools.partial(self._each_tile, first, wait_for_other_tile, 1))
-            self.pending[at] = none
+        self.stream.at_once(self.pending[0][group], wait_for_first_tiles)
+        self.pending[0][group] = 0
+        for n, (staged, pending) in enumerate(zip(self.staged, self.pending[1:], strict=True)):
+            if staged.shape[1] > 1:
+                lax.fori_loop(0, pending[group], lambda _, c, n=n: wait_for(n, self.staged[n].at[0, 0]), None)
+                pending[group] = 0
 
     def _place(self, row: jax.Array, cell: int, first: jax.Array) -> jax.Array:
         """The place of a row's new cell in a tile in which its first one is at `first`; -1 if it is not written."""
-        if self.written is None or self.new == 1:  # `has` decides
+        if self.written is None or self.new == 1:  # `CellPlace.there` decides
             return first + cell
         return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
-    def _new_cells(self, buffer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The row of a buffer, whether its block has new cells, the block's first position, and the place in the block
-        at which they begin, which is outside it if they are elsewhere. The compiler reads scalars as often as it is
-        told to, so this does once."""
-        row, start = (owner[buffer] for owner in self.stream.owners)
-        first = self.stream.length(row) - self.new - start
-        has = (self.stream.counts[buffer] > 0) & (first < self.stream.pages.block)
-        return row, has if self.written is None else has & (self.written[row] > 0), start, first
-
-    def _semaphore(self, n: int, buffer: jax.Array | int) -> Any:
-        return self.semaphores.at[n, div(buffer, self.stream.together)]
-
-    def _each_tile(self, first: jax.Array, act: Callable, skipped: int = 0) -> None:
-        """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block, from the
-        `skipped`-th on."""
+    def _each_tile(self, first: jax.Array, act: Callable) -> None:
+        """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block."""
         for n, staged in enumerate(self.staged):
-            tile, begin = staged.shape[3], jnp.clip(first, 0, self.stream.pages.block - 1)
-            for j in range(skipped, staged.shape[1]):
+            tile, begin = staged.shape[3], jnp.maximum(first, 0)
+            for j in range(staged.shape[1]):
                 start = pl.multiple_of((div(begin, tile) + j) * tile, tile)
                 if j == 0:
                     act(n, j, start)
@@ -195,23 +217,22 @@ class CellWriter:
         values, scales = quantised(rows, self.staged[0].dtype)
         return [values[at] for at in each], [scales[at] for at in each]
 
-    def _place_in_cache(self, row: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page of a row's position and its slot there."""
-        stream, pages, at = self.stream, self.stream.pages, position
+    def _place_in_cache(self, cells: CellPlace, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page and the slot there of what lies at `start` in a block."""
+        stream, pages, row, at = self.stream, self.stream.pages, cells.row, cells.slot + start
         if pages.ring:
-            at = stream.origin[row] + at - pages.first(stream.length(row))
             at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
         if pages.columns is None:
             return row, at
         column = jnp.minimum(div(at, pages.slots), pages.columns - 1)  # of a block without new cells, too
         return stream.table[row * pages.columns + column], rem(at, pages.slots)
 
-    def _copy(self, n: int, j: int, buffer: jax.Array, page: jax.Array, slot: jax.Array):
+    def _copy(self, n: int, j: int, group: jax.Array, buffer: jax.Array, page: jax.Array, slot: jax.Array):
         """The copy of array n's j-th staged tile to a page of the cache, from a slot on."""
         tile = self.staged[n].shape[3]
         slots = pl.ds(pl.multiple_of(slot, tile), tile)
         target = self.stream.arrays[n].at[self.stream.layer[0], page, :, slots]
-        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self._semaphore(n, buffer))
+        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self.semaphores.at[n, group])
 
 
 def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:

@@ -342,8 +342,12 @@ def _kernel(
         if writes and ahead == 1:
             put(buf)
 
+    def write(buf, at):
+        writer.sent(buf, writer.put(buf, 0, [copies.at[buf] for copies in scratch.cache], at))
+
     def put(buf):
-        pl.when(writer.has(buf))(lambda: writer.put(buf))
+        at = writer.of_buffer(buf)
+        pl.when(at.there)(lambda: write(buf, at))
 
     @pl.when(row == 0)
     def _():
@@ -432,7 +436,7 @@ def _kernel(
             take_in(buf, offset, start, this, jnp.where(ends, behind, buf), next_offset)
             if part == place.block:
                 if ahead > 1:
-                    writer.put(later(buf, ahead))
+                    write(later(buf, ahead), writer.of_buffer(later(buf, ahead)))
                 stream.start_next(buf)
             if whole:
                 results.send(row)

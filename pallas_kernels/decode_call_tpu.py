@@ -26,8 +26,10 @@ MOST_MASKED = 32  # queries of a row with a mask: one bit of a word each
 
 
 class Scalars(NamedTuple):
-    """Scalar memory: lengths [B]; layer [1]; origin [B], a ring's slot of the first position that is read; the page
-    table [B * M]; written [B], how many of a row's new cells are."""
+    """Scalar memory: lengths [B]; layer [1]; origin [B], the slot of the first position that is read; the page table
+    [B * M]; written [B], how many of a row's new cells are. For a kernel that takes rows together, lengths are how many
+    positions are read; it computes no more scalars than it must. `origin` is None if it is 0, and for a kernel that
+    takes rows one by one also if they are no rings."""
 
     lengths: Any
     layer: Any
@@ -138,8 +140,14 @@ class Call:
     def scalars(self, kernel: Kernel, lengths: jax.Array, new: NewCells | None) -> Scalars:
         cache, pages = self.cache, kernel.pages
         scalars = Scalars(lengths.astype(jnp.int32), jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1))
+        if kernel.together > 1:
+            lengths = scalars.lengths if cache.ring else jnp.minimum(scalars.lengths, pages.capacity)
+            first = pages.first(lengths)
+            scalars = scalars._replace(lengths=lengths - first, origin=None if self.seen is None else first)
+        elif cache.ring:
+            scalars = scalars._replace(origin=pages.first(scalars.lengths))
         if cache.ring:  # divided here: the scalar unit is slow at it
-            scalars = scalars._replace(origin=lax.rem(pages.first(scalars.lengths), pages.capacity))
+            scalars = scalars._replace(origin=lax.rem(scalars.origin, pages.capacity))
         if cache.pages is not None:
             last = cache.k.shape[-4] - 1
             scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, last).reshape(-1))

@@ -27,9 +27,9 @@ from inferlib.pallas_kernels.row_stream_tpu import RowStream
 # Chosen by `benchmarks/kernels.py` on v5e, v6e and v7x.
 POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
-PLACES = 4  # groups of rows on chip
+PLACES = 4  # groups of rows on chip, a power of two
 MOST_PAGES = 8  # of a row: the copies of each are started in line
-RESULTS = 2  # groups whose results are being copied to memory
+RESULTS = 4  # groups whose results are being copied to memory
 VMEM_BYTES = 14 << 20
 SUBLANES = 8
 
@@ -67,15 +67,13 @@ def _row_bytes(call: Call, block: int) -> int:
 
 
 class _Scratch(NamedTuple):
-    """n = `PLACES` times the rows of a step. q, cache: the copies in each buffer. results: of `RESULTS` groups. counts,
-    owners, sums, semaphores: see `RowStream`. The fields from `staged` on belong to a `CellWriter`."""
+    """q, cache, sums, semaphores: see `RowStream`. results: of `RESULTS` groups. The fields from `staged` on belong to
+    a `CellWriter`."""
 
     q: Any
     cache: tuple
     results: tuple
     result_semaphores: Any
-    counts: Any
-    owners: Any
     sums: Any
     semaphores: Any
     staged: tuple = ()
@@ -88,15 +86,13 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
     width, buffers = queries * group, PLACES * together
     scratch = _Scratch(
         q=pltpu.VMEM((buffers, *q.shape[1:]), q.dtype),
-        cache=tuple(pltpu.VMEM((buffers, heads, pages.block, *x.shape[4:]), x.dtype) for x in cache),
+        cache=tuple((pltpu.VMEM((together, heads, pages.block, *x.shape[4:]), x.dtype),) * PLACES for x in cache),
         results=(
             pltpu.VMEM((RESULTS, together * heads, width, size), q.dtype),
             pltpu.VMEM((RESULTS, together * heads, LANES), jnp.float32),
         ),
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
-        counts=pltpu.SMEM((buffers,), jnp.int32),
-        owners=(pltpu.SMEM((buffers,), jnp.int32),) * 2,
-        sums=(pltpu.SMEM((PLACES,), jnp.int32),) * 2,
+        sums=pltpu.SMEM((PLACES,), jnp.int32),
         semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), PLACES)),
     )
     return scratch._replace(**writer_scratch(cache, buffers, queries, together)) if call.writes else scratch
@@ -121,8 +117,6 @@ def _kernel(
         outputs.cache if call.writes else inputs.cache,  # the same memory
         scratch.q,
         scratch.cache,
-        scratch.counts,
-        scratch.owners,
         scratch.sums,
         scratch.semaphores,
         in_tiles=call.interpret is True,
@@ -137,24 +131,29 @@ def _kernel(
         if call.writes:
             writer.begin()
 
+    place, following = stream.place(group), group + stream.ahead
     stream.wait(group)
-    first = stream.first_buffer(group)
-    buffers = [first + i for i in range(together)]
     if call.writes:
-        writer.wait(first)
-    lengths = [stream.length(group * together + i) for i in range(together)]
-    rows = [_Row(call, pages, inputs, scratch, i, *at) for i, at in enumerate(zip(buffers, lengths, strict=True))]
+        writer.wait(place)
+    results.make_room(group)
+    rows = [_Row(call, pages, inputs, scratch, stream, group, number) for number in range(together)]
     each = [(row, head) for row in rows for head in range(heads)]
-    logits = []
+    logits, taken = [], []
+    sent: Any = 0
+    positions: Any = 0
     for row in rows:  # a row's products start while the scalar unit computes where the next row's cells go
         if call.writes:
-            writer.put(row.buffer)
+            sent += writer.put(place, row.number, row.blocks, writer.of_row(row.row))
         logits += [row.logits(head) for head in range(heads)]
     tops = [row.top(head, s) for (row, head), s in zip(each, logits, strict=True)]
-    taken = [row.take(head, s, top) for (row, head), s, top in zip(each, logits, tops, strict=True)]
-    stream.start_next(group)
-    results.make_room(group)  # a branch: before, it would cut the straight line, and wait longer
-    results.put(group, taken, [row.length == 0 for row, _ in each])
+    for (row, head), s, top in zip(each, logits, tops, strict=True):
+        taken.append(row.take(head, s, top))
+        if head == heads - 1:  # the row's cells have been read, and the copies of later ones may follow
+            positions += stream.start_row(following, row.number)
+    if call.writes:
+        writer.sent(place, sent)
+    results.put(group, taken, [row.live == 0 for row, _ in each])
+    stream.end_start(following, positions)
     results.send(group)
 
     def end():
@@ -175,31 +174,33 @@ class _Row:
     """A row in a buffer, the `number`-th of its group. Logits are in units of log 2, as exponentials have base 2."""
 
     def __init__(
-        self, call: Call, pages: Pages, inputs: Inputs, scratch: _Scratch, number: int, buffer: jax.Array, length: Any
+        self, call: Call, pages: Pages, inputs: Inputs, scratch: _Scratch, stream: RowStream, group: Any, number: int
     ):
-        self.call, self.pages, self.buffer, self.length = call, pages, buffer, length
-        self.q, self.cells = scratch.q, scratch.cache[: call.arrays]
-        self.scales, self.sinks = scratch.cache[call.arrays :], inputs.sinks
+        self.call, self.pages, self.number, place = call, pages, number, stream.place(group)
+        self.row = group * stream.together + number
+        self.live = stream.live[self.row]
+        self.q, self.buffer = scratch.q, place * stream.together + number
+        self.blocks = [stream.block(n, place, number) for n in range(len(scratch.cache))]
+        self.cells, self.scales, self.sinks = self.blocks[: call.arrays], self.blocks[call.arrays :], inputs.sinks
         _, queries, _, group, _ = call.shape
         self.width, self.exact = queries * group, lax.Precision.HIGHEST if self.q.dtype == jnp.float32 else None
-        self.start, first = pages.first(length), length - queries
-        query: Any = first
+        query: Any = self.live - queries
         if queries > 1:
-            query = first + lax.div(lax.broadcasted_iota(jnp.int32, (self.width, 1), 0), group)
+            query += lax.div(lax.broadcasted_iota(jnp.int32, (self.width, 1), 0), group)
         shape = (1 if queries == 1 else self.width, pages.block)
-        position = self.start + lax.broadcasted_iota(jnp.int32, shape, 1)
+        position = lax.broadcasted_iota(jnp.int32, shape, 1)
         self.seen = position <= query
         if (window := call.options.shared_window) is not None:
             self.seen &= position > query - window
         if inputs.mask is not None:
-            bits, new = wide(inputs.mask[number], pages.block), position - first
+            bits, new = wide(inputs.mask[number], pages.block), position - (self.live - queries)
             bit = lax.shift_right_logical(bits, jnp.clip(new, 0, MOST_MASKED - 1)) & 1
             self.seen &= (new < 0) | (bit == 1)
 
     def logits(self, head: int) -> jax.Array:
         """[R, T], masked."""
         softcap, scale = self.call.options.softcap, self.call.options.scale * LOG2E
-        q, keys = self.q[self.buffer, head, : self.width], self._operand(self.cells[0][self.buffer, head])
+        q, keys = self.q[self.buffer, head, : self.width], self._operand(self.cells[0][head])
         s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), self.exact, preferred_element_type=jnp.float32)
         s = s * (scale if softcap is None else scale / (softcap * LOG2E))
         s = self._scaled(s, 0, head)
@@ -218,19 +219,19 @@ class _Row:
             total = total + jnp.exp2(self.sinks[head] - top)
         if self.scales:
             p = jnp.where(self.seen, self._scaled(p, 1, head), 0.0)
-        values = self.cells[-1][self.buffer, head]
+        values = self.cells[-1][head]
         if values.dtype != jnp.int8:  # which is never NaN
-            values = _zero_outside(values, self._first_seen, self.length - self.start, self.pages.unit)
+            values = _zero_outside(values, self._first_seen, self.live, self.pages.unit)
         product = functools.partial(jnp.dot, precision=self.exact, preferred_element_type=jnp.float32)
         return top, total, product(p.astype(self.q.dtype), self._operand(values))
 
     @property
     def _first_seen(self) -> jax.Array | None:
         """Where in the block the first position is that any query sees; None: it is the block's first."""
-        return None if self.call.seen is None else self.length - self.call.seen - self.start
+        return None if self.call.seen is None else self.live - self.call.seen
 
     def _scaled(self, x: jax.Array, n: int, head: int) -> jax.Array:
-        return x * self.scales[n][self.buffer, pl.ds(head, 1)] if self.scales else x
+        return x * self.scales[n][pl.ds(head, 1)] if self.scales else x
 
     def _operand(self, x: jax.Array) -> jax.Array:
         """The matrix unit takes fp8 beside bfloat16."""

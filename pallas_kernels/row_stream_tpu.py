@@ -20,80 +20,99 @@ from inferlib.pallas_kernels.block_stream_tpu import Pages
 class RowStream:
     """Copies of groups of `together` rows, by a kernel that has a grid step for every group.
 
-    A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live.
-    lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
-    queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
-    [n, K, T, ...], for n rows: a power of two groups. counts [n]: tiles of the row in a buffer; owners, each [n]: row
-    and first position of it, apart, as an index of two numbers costs the scalar unit several instructions. sums, each
-    [groups on chip]: tiles of a group's rows, as whole blocks and tiles beyond them; semaphores [1 + arrays, groups on
-    chip], each for an array's copies of a group, so that waits need not go row by row. in_tiles: copy tile by tile, as
-    Pallas' own interpreter knows no copies whose size it learns at run time.
+    A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live. live
+    [B], how many positions are read of each row; layer [1]; origin [B], the slot of a row that the first of them is in,
+    None if all are read; table [B * M]: scalars.
+    queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] for n rows, a power of
+    two groups, and for each array `buffers`, as many refs as there are groups: each is [`together`, K, T, ...] and has
+    the same rows of all groups. They are apart so that the compiler knows that a copy to one changes no other, and
+    starts it while rows in the others are computed. sums [groups on chip]: positions of a group's rows; semaphores
+    [1 + arrays, groups on chip], each for an array's copies of a group, so that waits need not go row by row. in_tiles:
+    copy tile by tile, as Pallas' own interpreter knows no copies whose size it learns at run time.
     """
 
     pages: Pages
     together: int
-    lengths: Any
+    live: Any
     layer: Any
     origin: Any
     table: Any
     queries: Any
     arrays: Sequence[Any]
     query_buffers: Any
-    buffers: Sequence[Any]
-    counts: Any
-    owners: Sequence[Any]
-    sums: Sequence[Any]
+    buffers: Sequence[Sequence[Any]]
+    sums: Any
     semaphores: Any
     in_tiles: bool
 
     @property
     def groups(self) -> int:
-        return self.lengths.shape[0] // self.together
+        return self.live.shape[0] // self.together
 
     @property
     def places(self) -> int:
         """Groups that are on chip."""
-        return self.counts.shape[0] // self.together
+        return self.sums.shape[0]
 
     @property
-    def most(self) -> int:
-        """Tiles of a block."""
-        return self.pages.block // self.pages.unit
+    def ahead(self) -> int:
+        """Groups that are copied ahead of use. More cover longer waits for memory, but take longer to start before the
+        first group, which shows if there are not many."""
+        return min(self.places - 1, max(self.groups // 4, 2))
 
-    def length(self, row: jax.Array) -> jax.Array:
-        return self.lengths[row] if self.pages.ring else jnp.minimum(self.lengths[row], self.pages.capacity)
-
-    def first_buffer(self, group: jax.Array) -> jax.Array:
-        """The buffer of a group's first row; those of the others follow."""
-        return pl.multiple_of(self.place(group) * self.together, self.together)
+    def first_row(self, group: jax.Array) -> jax.Array:
+        """The first row of a group, or of the last one if there is no such group."""
+        return jnp.minimum(group, self.groups - 1) * self.together
 
     def place(self, group: jax.Array) -> jax.Array:
         """The place of a group on chip."""
         return rem(group, self.places)
 
+    def block(self, n: int, place: jax.Array, number: int) -> Any:
+        """The block [K, T, ...] of array n, of the `number`-th row of the group at this place."""
+        share = self.together // self.places
+        return self.buffers[n][number // share].at[place * share + number % share]
+
     def begin(self) -> None:
-        """Start the copies of as many groups as there are places, but one."""
-        lax.fori_loop(0, self.places - 1, lambda group, _: self.start(group), None)
+        """Start the copies of the first groups."""
 
-    def start_next(self, group: jax.Array) -> None:
-        """Start the copies to the place of the group before this one, which has been used."""
-        self.start(group + self.places - 1)
+        def start(group: jax.Array, _: None) -> None:
+            self.end_start(group, sum(self.start_row(group, number) for number in range(self.together)))
 
-    def start(self, group: jax.Array) -> None:
-        """Start the copies of a group, if there is one.
+        lax.fori_loop(0, self.ahead, start, None)
+
+    def start_row(self, group: jax.Array, number: int) -> jax.Array:
+        """Start the copies of the `number`-th row of a group, if there is one, and return how many positions they have.
 
         It avoids branches, so that the compiler can mix it with vector instructions.
         """
-        left, place, buffer = group < self.groups, self.place(group), self.first_buffer(group)
-        first = jnp.minimum(group, self.groups - 1) * self.together
-        blocks: Any = 0
-        tiles: Any = 0
-        for i in range(self.together):
-            tiles += self._start_row(first + i, place, buffer + i, left)
-            full = tiles >= self.most  # a sum and not a quotient: the scalar unit is slow at divisions
-            blocks, tiles = blocks + full.astype(jnp.int32), jnp.where(full, tiles - self.most, tiles)
-        self.sums[0][place], self.sums[1][place] = blocks, tiles
-        pl.when(left)(self._queries(first, place).start)
+        pages, unit, first = self.pages, self.pages.unit, self.first_row(group)
+        row = first + number
+        count = jnp.where(group < self.groups, (self.live[row] + unit - 1) & -unit, 0)
+        slot = 0 if self.origin is None else self.origin[row]
+        at = rem(slot, pages.slots) if pages.columns is not None else slot
+        column, room = div(slot, pages.slots), pages.slots - at
+        for n in range(self._runs):
+            # Not a running sum, as places that are known beforehand cost the scalar unit nothing.
+            done = room + (n - 1) * pages.slots if n else 0
+            positions = count - done
+            if n + 1 < self._runs:
+                positions = jnp.minimum(positions, pages.slots if n else room)
+            page = (
+                row if pages.columns is None else self.table[first * pages.columns + (number * pages.columns + column)]
+            )
+            self._start_run((page, 0 if n else at), (self.place(group), number, done), positions)
+            if pages.columns is not None and n + 1 < self._runs:
+                column = column + 1
+                if pages.seen is not None:  # the row may begin at any page
+                    column = jnp.where(column == pages.columns, 0, column)
+        return count
+
+    def end_start(self, group: jax.Array, positions: jax.Array) -> None:
+        """Start to copy a group's queries, after its rows, which have so many positions."""
+        place = self.place(group)
+        self.sums[place] = positions
+        pl.when(group < self.groups)(self._queries(self.first_row(group), place).start)
 
     def wait(self, group: jax.Array) -> None:
         """Wait for the rows of a group, of each array for all together.
@@ -105,22 +124,25 @@ class RowStream:
 
         def wait_for(part: Callable[[Any], Any]) -> None:
             for n, copies in enumerate(self.buffers):
-                these = part(copies)
+                these = part(copies[0])
                 pltpu.make_async_copy(these, these, self.semaphores.at[1 + n, place]).wait()
 
         def blocks(first: Any, count: Any) -> None:
             wait_for(lambda copies: copies.at[pl.ds(first, count)])
 
-        def tiles(first: Any, count: Any) -> None:
+        def positions(first: Any, count: Any) -> None:
             wait_for(lambda copies: copies.at[0, :, self._positions(first, count)])
 
-        self.at_once(self.sums[0][place], blocks)
-        self.at_once(self.sums[1][place], tiles)
+        pages = self.pages
+        whole = div(self.sums[place], pages.block)
+        self.at_once(whole, blocks)
+        self.at_once(self.sums[place] - whole * pages.block, positions, pages.unit)
 
-    def at_once(self, count: jax.Array, act: Callable[[Any, Any], None]) -> None:
-        """Call act(first, number) for `count` tiles or blocks, of all at once if the interpreter knows how."""
+    def at_once(self, count: jax.Array, act: Callable[[Any, Any], None], unit: int = 1) -> None:
+        """Call act(first, number) for `count` things, a multiple of `unit`, if that is more than 0: for all at once if
+        the interpreter knows how."""
         if self.in_tiles:
-            lax.fori_loop(0, count, lambda i, _: act(i, 1), None)
+            lax.fori_loop(0, div(jnp.maximum(count, 0), unit), lambda i, _: act(i * unit, unit), None)
         else:
             pl.when(count > 0)(lambda: act(0, count))
 
@@ -131,31 +153,6 @@ class RowStream:
         target = self.query_buffers.at[pl.ds(first, self.together)]
         return pltpu.make_async_copy(source, target, self.semaphores.at[0, place])
 
-    def _start_row(self, row: jax.Array, place: jax.Array, buffer: jax.Array, there: jax.Array) -> jax.Array:
-        """Start the copies of a row, none if it is not there, and return how many tiles they have."""
-        pages, unit = self.pages, self.pages.unit
-        length = self.length(row)
-        start = pages.first(length)
-        count = jnp.where(there, div(length - start + unit - 1, unit), 0)
-        self.counts[buffer], self.owners[0][buffer], self.owners[1][buffer] = count, row, start
-        slot = self.origin[row] if pages.ring else start
-        slots = pages.slots // unit  # in tiles
-        at = rem(slot, pages.slots) if pages.columns is not None else slot
-        column, room = div(slot, pages.slots), div(pages.slots - at, unit)
-        for n in range(self._runs):
-            # Not a running sum, as places that are known beforehand cost the scalar unit nothing.
-            done = room + (n - 1) * slots if n else 0
-            tiles = jnp.maximum(count - done, 0) if n else count
-            if n + 1 < self._runs:
-                tiles = jnp.minimum(tiles, slots if n else room)
-            page = row if pages.columns is None else self.table[row * pages.columns + column]
-            self._start_run((page, 0 if n else at), (place, buffer, done), tiles)
-            if pages.columns is not None and n + 1 < self._runs:
-                column = column + 1
-                if pages.seen is not None:  # the row may begin at any page
-                    column = jnp.where(column == pages.columns, 0, column)
-        return count
-
     @property
     def _runs(self) -> int:
         """The most pages that a row's positions lie in."""
@@ -164,19 +161,19 @@ class RowStream:
             return pages.columns or 1
         return min(pl.cdiv(pages.block - pages.unit, pages.slots) + 1, (pages.columns or 1) + pages.ring)
 
-    def _start_run(self, source: tuple[Any, Any], target: tuple[Any, Any, Any], tiles: jax.Array) -> None:
-        """Start to copy so many tiles, from a page and a slot of it to a place's buffer from its `done`-th tile on."""
-        (page, slot), (place, buffer, done) = source, target
+    def _start_run(self, source: tuple[Any, Any], target: tuple[Any, Any, Any], positions: jax.Array) -> None:
+        """Start to copy so many positions, if any, from a page and a slot of it to the `number`-th row at a place, from
+        its `done`-th position on."""
+        (page, slot), (place, number, done) = source, target
 
         def copy(first: Any, count: Any) -> None:
-            for n, (array, copies) in enumerate(zip(self.arrays, self.buffers, strict=True)):
-                here = array.at[self.layer[0], page, :, self._positions(first, count, slot)]
-                there = copies.at[buffer, :, self._positions(done + first, count)]
+            for n, array in enumerate(self.arrays):
+                here = array.at[self.layer[0], page, :, self._positions(slot + first, count)]
+                there = self.block(n, place, number).at[:, self._positions(done + first, count)]
                 pltpu.make_async_copy(here, there, self.semaphores.at[1 + n, place]).start()
 
-        self.at_once(tiles, copy)
+        self.at_once(positions, copy, self.pages.unit)
 
-    def _positions(self, first: Any, count: Any, behind: Any = 0):
-        unit = self.pages.unit
-        some = count * unit if isinstance(count, int) else pl.multiple_of(count * unit, unit)
-        return pl.ds(pl.multiple_of(behind + first * unit, unit), some)
+    def _positions(self, first: Any, count: Any) -> Any:
+        first, count = (x if isinstance(x, int) else pl.multiple_of(x, self.pages.unit) for x in (first, count))
+        return pl.ds(first, count)
