@@ -7,6 +7,7 @@ kernel. Weights are stored as `packed_weights_tpu.Weight`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 SCRATCH_BYTES = 14 << 20  # on-chip memory that every call may use
 X_ELEMENTS = 1 << 22  # most elements of x on chip at a time
 STEP_BYTES = 768 << 10  # read in about twice the time that a step adds, on v5e, v6e and v7x
+NORMED = 32  # rows that are normed together: sums over lanes take long, and overlap
 RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
 
 
@@ -289,9 +291,11 @@ def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: f
     is_layer = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
     weight = jnp.sum(jnp.where(is_layer, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
 
-    @pl.loop(0, x_ref.shape[0], step=ROWS)
+    rows = math.gcd(x_ref.shape[0], NORMED)
+
+    @pl.loop(0, x_ref.shape[0], step=rows)
     def _(at):
-        tile = pl.ds(pl.multiple_of(at, ROWS), ROWS)
+        tile = pl.ds(pl.multiple_of(at, rows), rows)
         x = x_ref[tile, :].astype(jnp.float32)
         mean = jnp.sum(x * x, axis=1, keepdims=True) / width
         out_ref[tile, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
