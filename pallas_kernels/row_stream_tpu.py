@@ -58,7 +58,7 @@ class RowStream:
     def ahead(self) -> int:
         """Groups that are copied ahead of use. More cover longer waits for memory, but take longer to start before the
         first group, which shows if there are not many."""
-        return min(self.places - 1, max(self.groups // 4, 2))
+        return min(self.places - 1, max(self.groups // 2, 2))
 
     def first_row(self, group: jax.Array) -> jax.Array:
         """The first row of a group, or of the last one if there is no such group."""
