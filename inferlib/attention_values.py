@@ -24,13 +24,15 @@ class AttentionOptions:
     """How a layer's queries weigh the keys they see: softmax of softcap * tanh(scale * q . k / softcap).
 
     window: a query sees the last `window` positions up to its own; an array gives each query or row its own window.
-    softcap None: logits are not capped. sinks [K, G]: a learned logit that joins the softmax's denominator.
+    softcap None: logits are not capped. sinks [K, G]: a learned logit that joins the softmax's denominator. key_size:
+    queries are zero from this number on, as where a cell is key and value at once; None: nowhere.
     """
 
     scale: float
     window: int | jax.Array | None = None
     softcap: float | None = None
     sinks: jax.Array | None = None
+    key_size: int | None = None
 
     @property
     def shared_window(self) -> int | None:

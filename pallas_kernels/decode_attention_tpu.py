@@ -70,7 +70,7 @@ def default_blocks(
     """
     heads, slots, size = cache
     unit = _unit(slots, pages, seen, itemsize == 1)
-    most = max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1)
+    most = max(2 * BLOCK_BYTES // (arrays * heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1)
     most = min(most, pl.cdiv(slots * (pages or 1), unit))
     if seen is None:
         block = unit << (most.bit_length() - 1)
@@ -195,6 +195,7 @@ def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
         place=place,
         part=blocks.part,
         arrays=call.arrays,
+        key_lanes=call.key_lanes,
         scaled=cache.scaled,
         writes=call.writes,
         queries=queries,
@@ -271,6 +272,7 @@ def _kernel(
     place,
     part,
     arrays,
+    key_lanes,
     scaled,
     writes,
     queries,
@@ -328,7 +330,8 @@ def _kernel(
     def multiply(tasks, buf, offset, into):
         """Products of queries and keys of a part of a buffer, for some of `tasks`."""
         for head, at, count in tasks:
-            q, keys = q_buf[buf, head, :width], operand(k_buf[buf, head, pl.ds(offset + at, count)])
+            q = q_buf[buf, head, :width, :key_lanes]
+            keys = operand(k_buf[buf, head, pl.ds(offset + at, count), :key_lanes])
             s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
             products_ref[into, head, :, pl.ds(at, count)] = s
 

@@ -112,6 +112,12 @@ class Call:
         return 1 if self.cache.v is None else 2
 
     @property
+    def key_lanes(self) -> int:
+        """How many numbers of a cell the queries are multiplied by, in whole tiles of lanes."""
+        size = self.shape[-1]
+        return min(pl.cdiv(self.options.key_size or size, LANES) * LANES, size)
+
+    @property
     def slots(self) -> int:
         """How many slots a page has."""
         return self.cache.k.shape[-2]

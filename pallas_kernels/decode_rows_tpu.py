@@ -200,7 +200,8 @@ class _Row:
     def logits(self, head: int) -> jax.Array:
         """[R, T], masked."""
         softcap, scale = self.call.options.softcap, self.call.options.scale * LOG2E
-        q, keys = self.q[self.buffer, head, : self.width], self._operand(self.cells[0][head])
+        q = self.q[self.buffer, head, : self.width, : self.call.key_lanes]
+        keys = self._operand(self.cells[0][head, :, : self.call.key_lanes])
         s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), self.exact, preferred_element_type=jnp.float32)
         s = s * (scale if softcap is None else scale / (softcap * LOG2E))
         s = self._scaled(s, 0, head)

@@ -429,7 +429,8 @@ class GroupedStep:
         cells, written = cache.keys_and_values(arrays, limit, pages), ctx.batch.decode_counts
         written = stripe.owns(ctx.batch.decode_lengths - 1).astype(jnp.int32) if self.striped else written
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
-        options, how = self.row_options, {"new": writes, "backend": backend}
+        key_size = self.spec.cache_sizes[0] if len(cache.sizes) == 1 else None
+        options, how = replace(self.row_options, key_size=key_size), {"new": writes, "backend": backend}
         if (selection := self.selection(cache, cells)) is not None:
             if cache.wanted is not None:
                 cache = cache.with_wanted(selected_pages.wanted_pages(queries, cells, selection, lengths))

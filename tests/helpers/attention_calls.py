@@ -15,7 +15,7 @@ from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells
 from inferlib.ops.mla_prefill_attention import Expansion
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials, project_and_attend
 
-_OPTIONS = "scale", "window", "softcap", "sinks"
+_OPTIONS = "scale", "window", "softcap", "sinks", "key_size"
 _KV = "k_scales", "v_scales", "layer", "pages", "ring", "limit"
 _LATENT = "scales", "layer", "pages", "limit"
 

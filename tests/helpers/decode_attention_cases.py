@@ -120,6 +120,7 @@ class Case:
         rng = np.random.default_rng(seed)
         rows, queries, columns = len(self.lengths), self.queries or 1, self.columns or 1
         q = self.loudness * rng.normal(size=(rows, queries, self.heads, self.group, self.size))
+        q[..., self.options.get("key_size", self.size) :] = 0
         count = rows * columns + 2
         k, v = np.full((2, count, self.heads, self.slots, self.size), np.nan)
         v[..., ::2, :] = np.inf

@@ -41,6 +41,7 @@ CASES = {
 # What the kernel for GPUs does not have.
 MORE_CASES = {
     "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
+    "a key and its value in a cell": Case((0, 1, 200, 256), one=True, size=256, options={"key_size": 80}),
     "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
     "a tree of new tokens": Case((0, 2, 5, 6, 130), queries=5, tree=True, options={"window": 100}),
@@ -109,6 +110,9 @@ SHORT_CASES = {
         columns=4,
         ring=True,
         writes=True,
+    ),
+    "short rows, a key and its value in a cell, written": Case(
+        (0, 1, 40, 200), heads=1, one=True, size=256, dtype=jnp.bfloat16, writes=True, options={"key_size": 96}
     ),
     "short rows, int8, written to some": Case(
         (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)

@@ -72,7 +72,8 @@ class DecodeAttention:
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
         def run(q, lengths, *, sinks=None, mask=None, new_k=None, new_v=None, **cache):
-            options = AttentionOptions(self.size**-0.5, self.window, sinks=sinks)
+            key_size = self.size if self.one else None
+            options = AttentionOptions(self.size**-0.5, self.window, sinks=sinks, key_size=key_size)
             stored = KvCache(**cache, layer=0, ring=self.slots is not None)
             new = NewCells([x for x in (new_k, new_v) if x is not None]) if self.writes else None
             return decode_attention(q, stored, lengths, options, new=new, mask=mask)
@@ -139,6 +140,9 @@ CASES = {
     "short, 8 heads": DecodeAttention(SHORT, heads=8),
     "A, head 64": DecodeAttention(BATCH, size=64),
     "F, head 64": DecodeAttention(BATCH, heads=8, size=64),
+    "A, head 80": DecodeAttention(BATCH, size=80),
+    "F, head 80": DecodeAttention(BATCH, heads=8, size=80),
+    "F, head 96": DecodeAttention(BATCH, heads=8, size=96),
     "A, head 256": DecodeAttention(BATCH, size=256),
     "A, 4 queries": DecodeAttention(BATCH, queries=4),
     "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),
