@@ -84,6 +84,7 @@ SHORT_CASES = {
     "short rows": Case(
         (0, 1, 15, 16, 17, 48, 0, 33), slots=48, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, layers=2
     ),
+    "short rows of six steps": Case((1, 16, 0, 9, 31, 32, 17, 8) * 3, heads=1, slots=16, columns=2, writes=True),
     "short rows in pages, window, softcap": Case(
         (0, 49, 51, 128), options={"window": 50, "softcap": 20.0}, slots=32, columns=4, layers=2
     ),
@@ -126,10 +127,13 @@ SHORT_CASES = {
 RACES = (
     *("ring of an odd number of units", "pages", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "int8, written to some rows"),
-    *("short rows, full rings", "short rows, rings of pages, several written"),
+    *("short rows of six steps", "short rows, full rings", "short rows, rings of pages, several written"),
     *("short rows in a ring of pages, a tree, keys that are values", "short rows, int8, written to some"),
 )
-EARLY = ("pages", "several written to a ring of pages", "short rows, rings of pages, several written")
+EARLY = (
+    *("pages", "several written to a ring of pages", "short rows of six steps"),
+    "short rows, rings of pages, several written",
+)
 # Options together that other cases have one by one.
 FURTHER_RACES = [
     *((name, mode) for name in EARLY[1:2] for mode in ("on_wait", "eager")),
