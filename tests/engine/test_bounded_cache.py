@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},  # below
 }
 # Levels and stacked layers are in `test_layer_preferences.py`; cells of each kind, and their counts, are below.
-QUICK = "llama"
+MARKS: dict[str, Any] = {"llama": [], "llama mesh": pytest.mark.slow}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def assert_as_alone(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind == QUICK else pytest.mark.release) for kind in KINDS if kind != "llama tova"],
+    [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.release)) for kind in KINDS if kind != "llama tova"],
 )
 @pytest.mark.fast_cases(1)
 def test_rows_are_what_they_are_alone(kind, bounded):
