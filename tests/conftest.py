@@ -16,6 +16,7 @@ import pytest
 
 from inferlib import LLM, Buckets
 from tests.helpers.fast_cases import mark_further_cases
+from tests.helpers.kernels import traced_here
 from tests.helpers.llms import MAX_LEN, TINY, build_llm
 from tests.helpers.tokenizer import write_tokenizer
 
@@ -95,6 +96,13 @@ def _maps() -> int:
     """How many maps of memory this process has; 0 where the system does not say."""
     file = Path("/proc/self/maps")
     return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.fixture
+def one_platform() -> Iterator[None]:
+    """Trace programs in the forms of this platform alone, as those of an engine are."""
+    with traced_here():
+        yield
 
 
 @pytest.fixture(scope="module")

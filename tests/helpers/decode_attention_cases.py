@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.ops.cache_write import cache_write, unfolded
+from tests.helpers.kernels import traced_here
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -174,7 +175,8 @@ class Case:
     def check(self, run: Callable, seed: int = 0, tolerance: float | None = None) -> tuple[jax.Array, jax.Array]:
         """Hold `run` to the oracle; returns its output and LSE."""
         inputs = whole = self.inputs(seed)
-        out, lse, *cache = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
+        with traced_here():
+            out, lse, *cache = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
         assert out.dtype == inputs["q"].dtype
         assert lse.dtype == jnp.float32
         if self.writes:

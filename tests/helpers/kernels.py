@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import jax
 import pytest
@@ -12,6 +13,14 @@ from _pytest.mark import ParameterSet
 from jax.experimental.pallas import triton
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from inferlib.ops.by_platform import platform_of, traced_for
+
+
+def traced_here() -> AbstractContextManager:
+    """A context for programs that run where they are traced. Forms for other platforms, which no test runs then, would
+    take as long to trace: a kernel for TPUs has one that is interpreted and one that is not."""
+    return traced_for(platform_of(jax.devices()[0]))
 
 
 def copies_of(
@@ -70,7 +79,8 @@ def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:
 
 
 def lowered_for_cuda(function: Callable, *args) -> str:
-    """The StableHLO of `function` for NVIDIA GPUs; Pallas raises here what it cannot lower.
+    """The StableHLO of `function` for NVIDIA GPUs, of whose forms alone it is traced; Pallas raises here what it cannot
+    lower.
 
     No GPU is needed, but jax 0.12 needs the name of one.
     """
@@ -79,5 +89,5 @@ def lowered_for_cuda(function: Callable, *args) -> str:
     device = AbstractDevice(**{name: value for name, value in device.items() if name in known})
     targets = ("__gpu$xla.gpu.triton", "LayoutConstraint")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for("cuda"), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.helpers.decode_attention_cases import TOLERANCE, dense, folded
+from tests.helpers.kernels import traced_here
 from tests.helpers.latent_cases import LatentCase
 
 SCALE = 0.07
@@ -55,7 +56,8 @@ class Case(LatentCase):
     def check(self, run: Callable) -> tuple[jax.Array, jax.Array]:
         """Hold `run` to the oracle; returns its output and LSE."""
         inputs = self.inputs()
-        out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE))(inputs)
+        with traced_here():
+            out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE))(inputs)
         assert (out.dtype, lse.dtype) == (self.dtype, jnp.float32)
         self.hold(inputs, out, lse)
         return out, lse

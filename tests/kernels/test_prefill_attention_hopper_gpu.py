@@ -68,12 +68,13 @@ def hold(got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array], ca
 
 
 def shapes_of(case: Case, **changes) -> tuple[jax.ShapeDtypeStruct, KvCache, jax.ShapeDtypeStruct]:
-    """The queries, the cache and the positions of a case."""
-    inputs = replace(case, starts=(-1,) * len(case.starts)).inputs(0)  # without cells, which take time to draw
-    shape = lambda name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype)  # noqa: E731
-    pages = shape("pages") if case.columns else None
-    cache = KvCache(**{"k": shape("k"), "v": shape("v"), "pages": pages, "ring": case.ring} | changes)
-    return shape("q"), cache, shape("positions")
+    """The queries, the cache and the positions of a case of one layer, whose numbers would take time to draw."""
+    chunks, columns, shape = len(case.starts), case.columns or 1, jax.ShapeDtypeStruct
+    cells = shape((chunks * columns + 2, case.heads, case.slots, case.size), case.dtype)
+    pages = shape((chunks, columns), jnp.int32) if case.columns else None
+    cache = KvCache(**{"k": cells, "v": cells, "pages": pages, "ring": case.ring} | changes)
+    q = shape((chunks, case.width, case.heads, case.group, case.size), case.dtype)
+    return q, cache, shape((chunks, case.width), jnp.int32)
 
 
 @needs_hopper
@@ -118,7 +119,8 @@ def test_lowers_anywhere(name):
     q, cache, positions = shapes_of(case)
     rows, lists = jax.ShapeDtypeStruct(positions.shape[:1], jnp.int32), {}
     if case.listed:
-        lists = with_lists({"listed": case.inputs(0)["listed"]})
+        numbers = jnp.zeros((len(case.starts), case.heads, 1, case.listed), jnp.int32)
+        lists = {"visits": numbers, "lists": ListShape(128, 128, case.listed)}
     run = jax.jit(partial(prefill_attention, options=AttentionOptions(0.1, case.options.get("window")), **lists))
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
