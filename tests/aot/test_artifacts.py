@@ -390,12 +390,14 @@ def test_unchanged_programs_are_reused_and_changed_ones_are_not(model, copy):
 
 @pytest.mark.slow
 def test_more_buckets_compile_only_what_is_new(model, copy):
-    result = compile_into(copy, model, "--json", "--modes", "greedy,sample")
+    result = compile_into(copy, model, "--json", "--modes", "embed", "--prefill-buckets", "8,16")
     assert result.exit_code == 0, result.output
     programs = json.loads(result.stdout)["programs"]
-    assert {p["status"] for p in programs if p["key"]["mode"] == "greedy"} == {"reused"}
-    assert {p["status"] for p in programs if p["key"]["mode"] == "sample"} == {"compiled"}
-    assert {p["key"]["mode"] for p in Artifacts.open(copy).programs} == {"greedy", "sample"}
+    assert {p["key"]["chunk"]: p["status"] for p in programs} == {8: "compiled", 16: "reused"}
+    assert {(p["key"]["mode"], p["key"]["chunk"]) for p in Artifacts.open(copy).programs} == {
+        ("embed", 8),
+        ("embed", 16),
+    }
 
 
 def test_only_one_process_writes_a_directory(model, tmp_path):

@@ -191,8 +191,9 @@ MOST_CYCLES = {
     },
 }
 
-# Kernels that `test_compile_tpu` compiles for this generation or another, as parts of programs.
-FURTHER = ("collective_matmul", "expert_mlp", "grouped_matmul", "mla_decode_attention")
+# Kernels that `test_compile_tpu` compiles for this generation or another, as parts of programs. It counts the bytes of
+# decode steps too, whose time by listings is in `test_prices`.
+FURTHER = ("collective_matmul", "decode_attention", "expert_mlp", "grouped_matmul", "mla_decode_attention")
 FURTHER += ("mla_prefill_attention", "prefill_attention")
 
 _compiler: list[KernelCompiler] = []

@@ -261,7 +261,7 @@ def test_an_installed_compiler_is_run(model, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_does_not_compile_is_told_and_nothing_is_written(model, tmp_path, monkeypatch):
     compiler(tmp_path, "echo '[NCC_EVRF007] too many instructions' >&2; exit 70", monkeypatch)
-    result = run(model, "--out", str(tmp_path / "out"), "--json")
+    result = run(model, "--out", str(tmp_path / "out"), "--json", "--modes", "embed")
     assert result.exit_code == 1
     assert "NCC_EVRF007" in json.loads(result.stdout)["programs"][0]["error"]
     assert not (tmp_path / "out").exists()

@@ -137,7 +137,7 @@ EARLY = (
 # Options together that other cases have one by one.
 FURTHER_RACES = [
     *((name, mode) for name in EARLY[1:2] for mode in ("on_wait", "eager")),
-    *(("pages", "on_wait"), ("short rows, full rings", "on_wait")),
+    *((name, "on_wait") for name in ("pages", "short rows of six steps", "short rows, full rings")),
     *(("short rows, rings of pages, several written", mode) for mode in ("on_wait", "eager")),
 ]
 FURTHER = [

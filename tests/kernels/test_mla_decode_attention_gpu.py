@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, RopeSpec
 from inferlib.ops.backend import Backend
+from inferlib.ops.by_platform import traced_for
 from inferlib.pallas_kernels import mla_decode_attention_gpu as gpu
 from tests.helpers.attention_calls import mla_decode_attention
 from tests.helpers.mla_decode_attention_cases import SCALE, Case
@@ -136,7 +137,7 @@ def test_lowers_to_triton(dtype, columns):
     new = [jax.ShapeDtypeStruct((2, 1, size), dtype) for size in (512, 64)]
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     run = jax.jit(partial(RUN, scale=SCALE), donate_argnames=("latents", "keys"))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for("cuda"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = run.trace(**inputs, lengths=jax.ShapeDtypeStruct((2,), "int32"), new=new)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.models.config import MlaSpec, RopeSpec
 from inferlib.models.layers.mla import LatentStep, Mla
+from inferlib.ops.by_platform import traced_for
 from inferlib.ops.choice import Choice
 from inferlib.ops.mla_queries import choose, mla_queries
 from inferlib.pallas_kernels.mla_queries_gpu import ROWS
@@ -52,6 +53,7 @@ def expected(q, down, weight, k, cos, sin):
     ],
     ids=["V2-Lite's", "a latent of queries before them", "rows that fill no tile"],
 )
+@pytest.mark.usefixtures("one_platform")
 def test_equals_what_layers_compute(inputs):
     operands = draw(**inputs)
     result = jax.jit(lambda *xs: mla_queries(*xs, EPS))(*operands)
@@ -87,6 +89,6 @@ def test_queries_and_their_weight_are_of_one_dtype():
 
 def test_lowers_to_triton():
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for("cuda"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(lambda *xs: mla_queries(*xs, EPS)).trace(*draw(1, nope=192, dtype="bfloat16"))
         assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -50,7 +50,7 @@ def test_drafts_are_verified_over_latents_by_the_kernel(tmp_path, monkeypatch):
         return kernel(q, *rest)
 
     monkeypatch.setattr(mla_decode, "mla_decode", recorded)
-    path = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    path = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=1)
     write_tokenizer(path)
     buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
     prompts, params = [[5, 6, 7] * 4, [9, 8] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops import sparse_prefill
+from inferlib.ops.by_platform import traced_for
 from inferlib.ops.choice import Choice
 from inferlib.ops.prefill_attention import choose, prefill_attention
 from inferlib.ops.sparse_prefill import (
@@ -250,7 +251,7 @@ def test_the_kernel_lowers_to_triton(size, pages):
     listing = Listing(SparsePrefill("xattention", 1.0), 3, "pallas_gpu")
     integer = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for("cuda"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         run = jax.jit(partial(block_list, options=AttentionOptions(1.0), listing=listing))
         text = (
             run.trace(q, cache, integer(6), integer(6, 128), integer(6)).lower(lowering_platforms=("cuda",)).as_text()
@@ -292,16 +293,19 @@ def test_all_blocks_are_all_there_is(backend):
 
 @pytest.mark.slow
 def test_chunks_list_what_the_prompt_lists():
-    """If they begin at multiples of 256; others have tiles of their own."""
+    """If they begin at multiples of 256; others have tiles of their own. The last chunk is not full."""
     rng = np.random.default_rng(0)
     q = rng.normal(size=(1, 640, HEADS, GROUP, SIZE)).astype(np.float32)
     k = rng.normal(size=(1, HEADS, 640, SIZE)).astype(np.float32)
     listing = Listing(SparsePrefill("xattention", 0.6), 4)
     make = jax.jit(partial(block_list, options=AttentionOptions(SCALE), listing=listing))
     whole = make(q, KvCache(k, k), *places(0, 640)).numbers
-    for start, end in ((0, 256), (256, 640), (512, 640)):
+    for start, end in ((0, 256), (256, 512), (512, 640)):
         behind = np.where(np.arange(640)[:, None] < end, k, np.nan)
-        part = make(q[:, start:end], KvCache(behind, behind), *places(start, end)).numbers
+        chunk = np.full((1, 256, *q.shape[2:]), np.nan, np.float32)
+        chunk[:, : end - start] = q[:, start:end]
+        rows, positions, _ = places(start, start + 256)
+        part = make(chunk, KvCache(behind, behind), rows, positions, jnp.asarray([end - start])).numbers
         np.testing.assert_array_equal(part, whole[:, :, start // TILE : -(-end // TILE)])
 
 
