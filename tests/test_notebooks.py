@@ -37,7 +37,11 @@ LESS = {
         ),
         "rng.integers(6, 33)": "rng.integers(3, 12)",
     },
-    "02_sharding": {'"num_hidden_layers": 2, "num': '"num_hidden_layers": 1, "num'},
+    "02_sharding": {
+        '"num_hidden_layers": 2, "num': '"num_hidden_layers": 1, "num',
+        'PLANS = ["dp=8", "tp=4,dp=2", "tp=8", "tp=8,rules=tp_sp"]': 'PLANS = ["tp=8,rules=tp_sp"]',
+        'PLANS += ["tp=4,cp=2", "tp=4,cp=2,rules=helix", "tp=4,cp=2,rules=tp2d"]': 'PLANS += ["tp=4,cp=2"]',
+    },
     "03_plan_and_compile": {
         "max_tokens=20": "max_tokens=4",
         'inferlib.compile("smollm2", ': "inferlib.compile({model}, ",
@@ -45,8 +49,9 @@ LESS = {
         "input_len=3840": "input_len=448",
         'plan("llama3-8b"': 'plan(inferlib.configs.load("llama3-8b") | dict(num_hidden_layers=1, vocab_size=2048)',
     },
-    "04_experts_and_latents": {"LAYERS, EXPERTS, CHOSEN = 4, 32, 4": "LAYERS, EXPERTS, CHOSEN = 2, 32, 4"},
+    "04_experts_and_latents": {"LAYERS, EXPERTS, CHOSEN = 4, 32, 4": "LAYERS, EXPERTS, CHOSEN = 1, 32, 4"},
     "05_flash_decoding": {
+        '    "8 rows as above": DecodeAttention(tuple(lengths.tolist())),\n': "",
         '    "32 rows x 1024": DecodeAttention((1024,) * 32),\n': "",
         '    "32 rows x 4096": DecodeAttention((4096,) * 32),\n': "",
     },
