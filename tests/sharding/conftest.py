@@ -24,7 +24,7 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.helpers.oracle import make_checkpoint
+from tests.helpers.oracle import make_checkpoint, reference_logits
 from tests.helpers.oracle_cases import SMOLLM2_HEADS
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
@@ -45,6 +45,7 @@ MIXED = [
 ]
 # More prompts than rows, one of several chunks: rows are used again while others decode.
 LENGTHS = [10, 3, 30, 1, 9, 16, 21]
+PROMPT = np.random.default_rng(1).integers(0, 131, 40).tolist()
 
 _LAYERS = lambda count: {"num_hidden_layers": count}  # noqa: E731
 _LOCAL_GLOBAL = {**_LAYERS(2), "layer_types": ["sliding_attention", "full_attention"]}
@@ -159,15 +160,15 @@ def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def expected(engine_of) -> Callable:
-    """`expected(what, shape)`: "logits", or "greedy" tokens with the logits of their prompts, on one device."""
+def expected(shape_of, engine_of) -> Callable:
+    """`expected(what, shape)`: "logits" of transformers, which compiles nothing; or "greedy" tokens with the logits of
+    their prompts, on one device."""
 
     @functools.cache
     def compute(what: str, shape: str):
-        engine = engine_of(shape)
         if what == "logits":
-            return logits(engine)
-        return run(engine, requests([GREEDY], seed=2, detail="logits"))
+            return reference_logits(shape_of(shape), PROMPT)
+        return run(engine_of(shape), requests([GREEDY], seed=2, detail="logits"))
 
     return compute
 
@@ -193,8 +194,7 @@ def requests(params: list[SamplingParams], seed: int, detail: str = "") -> list[
 
 def logits(engine: Engine) -> np.ndarray:
     """Of a prompt of three chunks."""
-    prompt = np.random.default_rng(1).integers(0, 131, 40).tolist()
-    (s,) = run(engine, [Sequence(prompt, GREEDY, 0, 0, detail="logits")])
+    (s,) = run(engine, [Sequence(PROMPT, GREEDY, 0, 0, detail="logits")])
     return np.concatenate(s.prompt_details)[:, : engine.model.config.vocab]
 
 
