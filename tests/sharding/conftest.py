@@ -24,7 +24,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.helpers.oracle import make_checkpoint, reference_logits
+from tests.helpers.llms import reference
+from tests.helpers.oracle import make_checkpoint
 from tests.helpers.oracle_cases import SMOLLM2_HEADS
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
@@ -160,15 +161,16 @@ def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def expected(shape_of, engine_of) -> Callable:
-    """`expected(what, shape)`: "logits" of transformers, which compiles nothing; or "greedy" tokens with the logits of
-    their prompts, on one device."""
+def expected(shape_of) -> Callable:
+    """`expected(what, shape)`: "logits", or "passes" over sequences with their tokens, of transformers, which compiles
+    nothing."""
 
     @functools.cache
     def compute(what: str, shape: str):
         if what == "logits":
-            return reference_logits(shape_of(shape), PROMPT)
-        return run(engine_of(shape), requests([GREEDY], seed=2, detail="logits"))
+            return reference(shape_of(shape), PROMPT)
+        assert what == "passes"
+        return lambda s: reference(shape_of(shape), [*s.prompt, *s.tokens])
 
     return compute
 
@@ -204,10 +206,11 @@ def assert_same_logits(engine, shape: str, expected) -> None:
 
 
 def assert_same_logits_and_tokens(engine: Engine, shape: str, expected) -> None:
-    """Of one run, which also returns the logits of its prompts: two programs instead of four."""
-    got, want = run(engine, requests([GREEDY], seed=2, detail="logits")), expected("greedy", shape)
-    assert [s.tokens for s in got] == [s.tokens for s in want]
+    """Of one run, which also returns the logits of its prompts: two programs instead of four. Each token is the best by
+    transformers."""
+    got, vocab = run(engine, requests([GREEDY], seed=2, detail="logits")), engine.model.config.vocab
     assert [len(s.tokens) for s in got] == [8 + i for i in range(len(LENGTHS))]
-    prompts, wanted = (np.concatenate([np.concatenate(s.prompt_details) for s in each]) for each in (got, want))
-    vocab = engine.model.config.vocab
-    assert np.abs(prompts[:, :vocab] - wanted[:, :vocab]).max() < 2e-5 * np.abs(wanted[:, :vocab]).max()
+    for s in got:
+        want, count = expected("passes", shape)(s), len(s.prompt)
+        assert s.tokens == want[count - 1 : -1].argmax(-1).tolist()
+        assert np.abs(np.concatenate(s.prompt_details)[:, :vocab] - want[:count]).max() < 2e-5 * np.abs(want).max()

@@ -16,7 +16,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.shards import Shards, make_shards, planned_shards
-from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, ROWS
+from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, ROWS, requests
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_prefill_buckets_are_dealt_out():
 
 @pytest.mark.slow
 def test_llm_takes_parallel(shape_of, expected):
-    want = expected("greedy", "smollm2")
+    asked, passes = requests([GREEDY], seed=2), expected("passes", "smollm2")
     buckets = Buckets(prefill=(CHUNK,), batch=(ROWS,), cache=(MAX_LEN,))
     llm = LLM(
         shape_of("smollm2"),
@@ -131,6 +131,8 @@ def test_llm_takes_parallel(shape_of, expected):
         progress=False,
     )
     assert {len(w.sharding.device_set) for w in llm.engine.weights} == {3}
-    params = [dataclasses.replace(GREEDY, max_tokens=s.max_tokens) for s in want]
-    outputs = llm.generate([s.prompt for s in want], params)
-    assert [output.outputs[0].token_ids for output in outputs] == [s.tokens for s in want]
+    params = [dataclasses.replace(GREEDY, max_tokens=s.max_tokens) for s in asked]
+    for s, output in zip(asked, llm.generate([s.prompt for s in asked], params), strict=True):
+        s.tokens = output.outputs[0].token_ids
+        assert len(s.tokens) == s.max_tokens
+        assert list(s.tokens) == passes(s)[len(s.prompt) - 1 : -1].argmax(-1).tolist()
