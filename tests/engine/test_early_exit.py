@@ -91,11 +91,11 @@ def assert_chosen_by_the_oracle(
 @pytest.mark.slow
 def test_tokens_are_those_of_the_oracle(llm, expected):
     """Prompts and decoding, of rows of different thresholds and depths in one batch, and alone; nothing compiles."""
-    llm.warmup(["greedy"])
-    before = compilations()
     with new_engine(llm, prefix_caching=False) as engine:
+        llm.warmup(["greedy"])
+        before = compilations()
         assert answers_of(llm, PROMPTS, PARAMS) == expected
-    assert compilations() == before
+        assert compilations() == before
     taken = [
         assert_chosen_by_the_oracle(MODELS["parcae"], *of_row) for of_row in zip(PROMPTS, expected, PARAMS, strict=True)
     ]
@@ -253,18 +253,6 @@ def test_tokens_of_replicas_leave_by_what_the_head_makes_of_them(paths):
     assert_leave_by_the_head(build_llm(paths["parcae"], BUCKETS, early_exit="kl", parallel=parallel))
 
 
-@pytest.mark.slow
-def test_rows_at_different_depths(paths, llm, expected):
-    # By fours the pages of rows end with programs.
-    other = build_llm(paths["parcae"], BUCKETS, early_exit=True, depthwise_batching=2, decode_steps=4)
-    assert answers_of(other, PROMPTS, PARAMS) == expected
-    stats = other.stats
-    with new_engine(llm, prefix_caching=False) as passes:
-        assert answers_of(llm, PROMPTS, PARAMS) == expected
-    assert (stats.core_tokens, stats.core_steps) == (passes.stats.core_tokens, passes.stats.core_steps)
-    assert stats.core_runs < passes.stats.core_runs
-
-
 def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
     """By passes, and with rows at different depths in one batch."""
     options = {"early_exit": True} | options
@@ -272,9 +260,10 @@ def both_ways(path: Path, **options: Any) -> tuple[LLM, LLM]:
 
 
 @pytest.mark.slow
-def test_depths_in_one_batch_are_those_of_passes(paths, expected):
+def test_depths_in_one_batch_are_those_of_passes(paths, llm, expected):
     """Sampled and greedy tokens, log-probabilities, stop tokens, and rows that are preempted; nothing compiles."""
-    passes, depthwise = both_ways(paths["parcae"])
+    # By fours the pages of rows end with programs.
+    depthwise = build_llm(paths["parcae"], BUCKETS, early_exit=True, depthwise_batching=2, decode_steps=4)
     sampled = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.3, "bad_words": ["a b"], "logprobs": 2}
     stopped = {"temperature": 1.0, "seed": 4, "min_tokens": 4, "stop_token_ids": list(range(3, 14)), "logprobs": 1}
 
@@ -284,12 +273,13 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
         answers = [(x.token_ids, x.depths, x.finish_reason) for x in chosen]
         return answers, [entry.logprob for x in chosen for step in x.logprobs or () for entry in step.values()]
 
-    def greedy_runs(of: LLM) -> int:
+    def greedy(of: LLM) -> Any:
         with new_engine(of, prefix_caching=False) as engine:
             assert answers_of(of, PROMPTS, [replace(x, logprobs=0) for x in PARAMS]) == expected
-            return engine.stats.core_runs
+            return engine.stats
 
-    of_passes = results(passes)
+    with new_engine(llm):
+        of_passes = results(llm)
 
     def assert_same() -> None:
         answers, logprobs = results(depthwise)
@@ -299,10 +289,12 @@ def test_depths_in_one_batch_are_those_of_passes(paths, expected):
     depthwise.warmup(["logprobs"])
     before = compilations()
     assert_same()
-    runs = greedy_runs(depthwise)
+    stats = greedy(depthwise)
     assert compilations() == before
-    assert runs < greedy_runs(passes)
-    pages = depthwise.engine.plan.columns * 4 // 3
+    passes = greedy(llm)
+    assert (stats.core_tokens, stats.core_steps) == (passes.core_tokens, passes.core_steps)
+    assert stats.core_runs < passes.core_runs
+    pages = depthwise.engine.plan.columns
     with before_each_dispatch(depthwise, poison, pages=pages):  # of tokens in the core, the prelude's cells stay
         assert_same()
         assert depthwise.engine.scheduler.preemptions > 0
