@@ -138,8 +138,8 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_same_as_one_process(start, expected, model):
-    """All modes, and they time steps together. An error on process 0 ends the other well. Before that they refuse what
-    does not take devices of every process, and what differs; and one process is misused."""
+    """Greedy, sampled and scored rows, and they time steps together. An error on process 0 ends the other well. Before
+    that they refuse what does not take devices of every process, and what differs; and one process is misused."""
     last = {"refused": [None, "dp=2"], "fault": "misusing"}
     running = start(
         2, "tp=2", "everything", last, refused=[None, "tp=2"], then="error", sizes={"itl": 100, "decode_steps": 2}

@@ -52,10 +52,10 @@ def stop_params(pieces: list[str]) -> SamplingParams:
 
 
 def everything(llm: LLM) -> dict[str, Any]:
-    """Also all other modes."""
+    """Also sampled rows and all scores. Rows have log-probabilities, so that there are programs of one further mode."""
     results = greedy(llm)
-    results["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5))
-    results["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=12, n=2))
+    results["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5, logprobs=0))
+    results["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=12, n=2, logprobs=0))
     (output,) = llm.generate("teal", SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
     ranks = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     results["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
