@@ -13,7 +13,7 @@ from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cluster.batch import BatchJob, Generator
 from tests.helpers.cli_model import make_model
 
-# Few programs, which each replica compiles for itself.
+# Few programs, which replicas load that come after the model of one process.
 BUCKETS = Buckets(prefill=(32,), batch=(2,), cache=(96,))
 OPTIONS = {"max_batch": 2, "max_len": 96, "buckets": BUCKETS, "decode_steps": 1, "dtype": "float32"}
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
@@ -57,6 +57,8 @@ def test_rows_and_what_is_wrong_with_them(model):
 @pytest.mark.parametrize(("kind", "replicas"), [("jsonl", 2), pytest.param("parquet", 1, marks=pytest.mark.release)])
 def test_files(cluster, model, tmp_path, kind, replicas):
     rows = [{"prompt": f"prompt {i}", "n": i} for i in range(6)]
+    llm = LLM(model, progress=False, **OPTIONS)
+    expected = [output.outputs[0].text for output in llm.generate([row["prompt"] for row in rows], PARAMS)]
     source = tmp_path / f"prompts.{kind}"
     if kind == "jsonl":
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,8 +68,6 @@ def test_files(cluster, model, tmp_path, kind, replicas):
     BatchJob(model, PARAMS, replicas=replicas, rows=2, options=OPTIONS).run(str(source), str(tmp_path / "answers"))
     read = ray.data.read_json(str(tmp_path / "answers"), lines=True) if kind == "jsonl" else None
     answers = sorted((read or ray.data.read_parquet(str(tmp_path / "answers"))).take_all(), key=lambda row: row["n"])
-    llm = LLM(model, progress=False, **OPTIONS)
-    expected = [output.outputs[0].text for output in llm.generate([row["prompt"] for row in rows], PARAMS)]
     assert [row["text"] for row in answers] == expected
     assert [row["n"] for row in answers] == list(range(6))
 

@@ -19,7 +19,7 @@ from tests.helpers.cli_model import make_model
 from tests.helpers.servers import free_port
 
 NAMESPACE, COUNT = "serve", 2
-# Few programs, which each replica compiles for itself.
+# Few programs, which replicas load that come after the model of one process.
 BUCKETS = Buckets(prefill=(128,), batch=(4,), cache=(512,))
 OPTIONS = {"max_batch": 4, "max_len": 512, "buckets": BUCKETS, "decode_steps": 1, "dtype": "float32"}
 pytestmark = pytest.mark.slow
@@ -31,7 +31,15 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def address(cluster, model) -> Iterator[str]:
+def llm(model) -> LLM:
+    """The model of one process, which has generated."""
+    llm = LLM(model, progress=False, **OPTIONS)
+    texts(llm, ["abc"], 8)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def address(cluster, model, llm) -> Iterator[str]:
     """Replicas, which have answered."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -50,15 +58,15 @@ def replicas() -> list[str]:
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and "#Replica#" in a["name"]]
 
 
-def texts(model: str, prompts: list[str], tokens: int) -> list[str]:
-    outputs = LLM(model, progress=False, **OPTIONS).generate(prompts, SamplingParams(temperature=0, max_tokens=tokens))
+def texts(llm: LLM, prompts: list[str], tokens: int, **options: Any) -> list[str]:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, **options))
     return [output.outputs[0].text for output in outputs]
 
 
-def test_answers_are_those_of_one_process(address, model):
+def test_answers_are_those_of_one_process(address, model, llm):
     response = ask(address, prompt="abc")
     assert response.status_code == 200
-    assert response.json()["choices"][0]["text"] == texts(model, ["abc"], 8)[0]
+    assert response.json()["choices"][0]["text"] == texts(llm, ["abc"], 8)[0]
     assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == model
     assert httpx.get(f"{address}/health").status_code == 200
 
@@ -98,15 +106,14 @@ async def _under_load(address: str, prompts: list[str], streamed: str) -> tuple[
         return await asyncio.gather(*tasks), "".join(parts)
 
 
-def test_a_replica_is_killed_under_load(address, model):
+def test_a_replica_is_killed_under_load(address, llm):
     """Requests are answered, by others where need be. Streams end, or say that they were cut. Ray starts a new one."""
     prompts = [f"request {i}" for i in range(24)]
     before = set(replicas())
     responses, stream = asyncio.run(_under_load(address, prompts, "a stream"))
     assert [response.status_code for response in responses] == [200] * len(prompts)
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    outputs = LLM(model, progress=False, **OPTIONS).generate(prompts, params)
-    assert [r.json()["choices"][0]["text"] for r in responses] == [o.outputs[0].text for o in outputs]
+    expected = texts(llm, prompts, 100, ignore_eos=True)
+    assert [r.json()["choices"][0]["text"] for r in responses] == expected
     events = [line[6:] for line in stream.split("\n") if line.startswith("data: ")]
     assert events[-1] == "[DONE]" or json.loads(events[-1])["error"]["code"] == "replica_lost"
     end = time.monotonic() + 120

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
@@ -69,6 +70,16 @@ class Commands:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("inferlib.llm.LLM", self.build)
             return CliRunner().invoke(app, words, input=stdin)
+
+
+def sharing_programs() -> dict[str, str]:
+    """Variables with which a child process loads the programs that this one has compiled: those of as many devices."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_NUM_CPU_DEVICES": str(jax.config.jax_num_cpu_devices),
+    }
 
 
 def error_of(result: Result) -> str:
