@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shlex
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from inferlib import LLM, SamplingParams
-from tests.helpers.cli_model import COMMAND, Commands, error_of, make_model
+from tests.helpers.cli_model import COMMAND, Commands, error_of, make_model, sharing_programs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SAMPLING = ("--temperature", "1", "--max-tokens", "5")
@@ -372,7 +373,8 @@ def test_interruption(batch, number):
     arguments = ["generate", "--model", batch.inferlib.model, *map(str, batch.files), *SAMPLING, "--max-batch", "2"]
     # A shell's background jobs ignore SIGINT; a handler makes sure that the child does not inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe, env = subprocess.PIPE, os.environ | sharing_programs()
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=pipe, stderr=pipe, text=True, env=env)
     signal.signal(signal.SIGINT, before)
     while process.poll() is None and (not batch.target.exists() or batch.target.read_bytes().count(b"\n") < 3):
         time.sleep(0.02)

@@ -72,7 +72,7 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone."""
-    it = llm if parallel in (None, "preempted") else build_llm(path, FOUR_ROWS, parallel=parallel)
+    it = llm if parallel in (None, "preempted") else build_llm(path, FOUR_ROWS, parallel=parallel, decode_steps=1)
     preempt, preempted = Scheduler._preempt, []
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, s: (preempted.append(s.params), preempt(self, s)))
     prompts = random_prompts(LENGTHS)

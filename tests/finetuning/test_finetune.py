@@ -16,7 +16,7 @@ from inferlib.checkpoint.laid_out import stored_model
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.distillation.record import Record, read_log
 from inferlib.distillation.settings import FinetuneSettings
-from inferlib.finetuning.finetune import finetune, open_run
+from inferlib.finetuning.finetune import Run, finetune, open_run
 from inferlib.finetuning.weights import QuantizedWeights, begin
 from inferlib.finetuning.whole_rows import has_gradients, hidden_states, take_row_attention
 from inferlib.model_files import ModelFiles
@@ -76,11 +76,11 @@ def quantized_experts(experts, words) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model, quantized, texts, tmp_path_factory) -> Path:
-    """The directory of a run that was not interrupted."""
-    out = tmp_path_factory.mktemp("whole")
-    finetune(quantized, texts, out, settings(), teacher=model)
-    return out
+def whole(model, quantized, texts, tmp_path_factory) -> Run:
+    """A run that was not interrupted."""
+    run = open_run(quantized, texts, tmp_path_factory.mktemp("whole"), settings(), teacher=model)
+    run.complete()
+    return run
 
 
 def losses(out: Path) -> list[float]:
@@ -98,17 +98,20 @@ def arrays_of(directory: Path) -> list[np.ndarray]:
 
 @pytest.mark.slow
 def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, quantized, words, whole):
-    result = json.loads((whole / "training" / "result.json").read_text())
+    """Whose step has compiled once."""
+    out = whole.out
+    result = json.loads((out / "training" / "result.json").read_text())
     assert result["after"] < 0.85 * result["before"]
-    before, after = arrays_of(quantized), arrays_of(whole)
+    before, after = arrays_of(quantized), arrays_of(out)
     assert [(x.shape, x.dtype) for x in before] == [(x.shape, x.dtype) for x in after]
     sample = TextSample(words[26:], 512, 32)
-    measured = evaluate(whole, sample, against=model, dtype="float32").divergence
+    measured = evaluate(out, sample, against=model, dtype="float32").divergence
     assert measured is not None
     assert measured.value == pytest.approx(result["after"], rel=0.1)  # other windows of the same texts
-    assert (whole / "training" / "loss.png").stat().st_size > 0
-    assert len(losses(whole)) == SMALL["steps"]
-    assert LLM(whole, max_len=32).generate("alpha")[0].outputs[0].token_ids
+    assert (out / "training" / "loss.png").stat().st_size > 0
+    assert len(losses(out)) == SMALL["steps"]
+    assert LLM(out, max_len=32).generate("alpha")[0].outputs[0].token_ids
+    assert whole.step._cache_size() == 1
 
 
 @pytest.mark.release
@@ -127,8 +130,8 @@ def test_an_interrupted_run_resumes_to_the_same_bits(model, quantized, texts, wh
     assert len(losses(out)) == 2
     monkeypatch.setattr(Record, "add", add)
     finetune(quantized, texts, out, settings(), teacher=model)
-    assert losses(out) == losses(whole)
-    for one, other in zip(arrays_of(out), arrays_of(whole), strict=True):
+    assert losses(out) == losses(whole.out)
+    for one, other in zip(arrays_of(out), arrays_of(whole.out), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -137,17 +140,6 @@ def test_without_a_teacher_the_texts_teach(quantized, texts, tmp_path):
     result = finetune(quantized, texts, tmp_path / "out", settings(steps=12, lr=1e-2))
     assert result.after < 0.8 * result.before
     assert "cross entropy" in (tmp_path / "out" / "training" / "result.json").read_text()
-
-
-@pytest.mark.slow
-def test_the_step_compiles_once(model, quantized, texts, whole):
-    run = open_run(quantized, texts, whole, settings(), teacher=model)
-    first, scales = run.first
-    state = run.loop.first_state(first)
-    for number in range(3):
-        rows = jax.device_put(run.rows.training[number : number + 8], run.loop.split)
-        state, _ = run.step(state, scales, run.teacher_weights, rows)
-    assert run.step._cache_size() == 1
 
 
 @pytest.mark.slow
@@ -170,7 +162,7 @@ def test_the_teacher_writes_samples_once(model, quantized, texts, tmp_path, monk
 @pytest.mark.slow
 def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     finetune(quantized, texts, tmp_path / "out", settings(devices=2), teacher=model)
-    np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole), rtol=1e-3)
+    np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole.out), rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -297,7 +289,7 @@ def test_a_teacher_of_other_tokens_is_refused(quantized, texts, tmp_path):
 @pytest.mark.slow
 def test_other_options_need_another_directory(model, quantized, texts, whole):
     with pytest.raises(ConfigurationError, match=r"has a run with lr 0\.001, not 0\.01"):
-        finetune(quantized, texts, whole, settings(lr=0.01), teacher=model)
+        finetune(quantized, texts, whole.out, settings(lr=0.01), teacher=model)
 
 
 @pytest.mark.slow
