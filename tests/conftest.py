@@ -100,7 +100,8 @@ def _maps() -> int:
 
 @pytest.fixture
 def one_platform() -> Iterator[None]:
-    """Trace programs in the forms of this platform alone, as those of an engine are."""
+    """Trace programs in the forms of this platform alone, as those of an engine are. What is lowered for another one
+    says so."""
     with traced_here():
         yield
 

@@ -67,7 +67,8 @@ def on_backends(
 
 def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:
     """Names of the Pallas kernels that `function` calls, also in loops, in branches and for other platforms."""
-    names, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]
+    with traced_for(None):
+        names, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]
     while jaxprs:
         for equation in jaxprs.pop().eqns:
             if equation.primitive.name == "pallas_call":

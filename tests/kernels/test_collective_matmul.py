@@ -100,7 +100,6 @@ def test_sums_are_made_in_the_order_stated():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_platform")
 def test_the_contract_takes_weights_as_layers_have_them():
     """Both backends: several dimensions of results, of what is summed over, and a layer of a stack."""
     rng = np.random.default_rng(3)

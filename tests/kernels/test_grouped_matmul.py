@@ -89,7 +89,6 @@ def test_it_has_no_races(name, mode, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_platform")
 def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(7, 24)), rng.normal(size=(2, 3, 2, 24, 40))
@@ -103,7 +102,6 @@ def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack():
 
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
-@pytest.mark.usefixtures("one_platform")
 def test_quantised_weights(scheme):
     """By channel and packed; of the latter, inputs are padded."""
     rng = np.random.default_rng(1)

@@ -53,7 +53,6 @@ def expected(q, down, weight, k, cos, sin):
     ],
     ids=["V2-Lite's", "a latent of queries before them", "rows that fill no tile"],
 )
-@pytest.mark.usefixtures("one_platform")
 def test_equals_what_layers_compute(inputs):
     operands = draw(**inputs)
     result = jax.jit(lambda *xs: mla_queries(*xs, EPS))(*operands)

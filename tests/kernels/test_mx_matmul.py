@@ -195,7 +195,6 @@ def test_inputs_are_padded(name):
     ],
     ids=["queries", "output", "gate and up"],
 )
-@pytest.mark.usefixtures("one_platform")
 def test_layers_see_no_difference(shape, names, contract):
     rng, scheme = np.random.default_rng(4), Quantization.named("mxfp4_a8" if contract > 1 else "mxfp4").scheme
     w = jnp.asarray(rng.standard_normal(shape), jnp.float32)

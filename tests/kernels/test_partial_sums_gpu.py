@@ -20,8 +20,6 @@ from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.packed_experts import dequantized, quantized
 
-pytestmark = pytest.mark.usefixtures("one_platform")
-
 on_cpu = jax.default_backend() == "cpu"
 
 

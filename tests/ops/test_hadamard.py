@@ -18,8 +18,6 @@ from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.sharding import axes
 from tests.helpers.kernels import lowered_for_cuda
 
-pytestmark = pytest.mark.usefixtures("one_platform")
-
 ROWS, INPUTS, OUTPUTS = 3, 256, 128
 
 

@@ -19,8 +19,6 @@ from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.sharding import axes
 from tests.helpers.kernels import lowered_for_cuda
 
-pytestmark = pytest.mark.usefixtures("one_platform")
-
 ROWS, INPUTS, OUTPUTS, RANK = 3, 128, 128, 4
 NAMES = (axes.EMBED, axes.GATE_UP, axes.MLP)
 

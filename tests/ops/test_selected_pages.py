@@ -24,8 +24,6 @@ from inferlib.ops.selected_pages import (
     write_summaries,
 )
 
-pytestmark = pytest.mark.usefixtures("one_platform")
-
 PAGE, COLUMNS, HEADS, GROUP, WIDTH, BLOCK = 32, 5, 2, 2, 16, 16
 COUNT, SCALE = 4, 0.3  # 10 blocks of a row, of which four are read
 EDGE = COUNT * BLOCK  # so many positions are read whole
