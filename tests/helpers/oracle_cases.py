@@ -219,7 +219,7 @@ CASES = [
     ),
     Case("llama-linear", "llama", _rope("linear", factor=4.0)),
     Case("llama-dynamic-within", "llama", _rope("dynamic", factor=2.0)),
-    Case("llama-dynamic-beyond", "llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20}),
+    Case("llama-dynamic-beyond", "llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 27}),
     Case("llama-llama3", "llama", _LLAMA3),
     Case("llama-yarn-mscale", "llama", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7, truncate=False)),
     Case("llama-yarn-factor", "llama", _rope("yarn", **_YARN, attention_factor=0.8, beta_fast=16, beta_slow=2)),
