@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from inferlib.ops import in_chunks
+from inferlib.ops.by_platform import traced_for
 from inferlib.ops.causal_conv import causal_conv
 from inferlib.ops.gated_delta import gated_delta_chunk, gated_delta_step
 from inferlib.ops.kimi_delta import kimi_delta_chunk, kimi_delta_step
@@ -148,7 +149,7 @@ def test_what_trainium_gets_computes_the_same(fading, alike, monkeypatch):
         (kimi_delta_chunk, draw_kimi(rng, 2, 150, fading, alike)),
     ):
         expected = jax.jit(lambda *args, rule=rule: rule(*args))(*inputs, valid)
-        with monkeypatch.context() as patched:
+        with traced_for(None), monkeypatch.context() as patched:
             patched.setattr(in_chunks.lax, "platform_dependent", on_trainium)
             got = jax.jit(lambda *args, rule=rule: rule(*args))(*inputs, valid)
         for one, other in zip(got, expected, strict=True):
