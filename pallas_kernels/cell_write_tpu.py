@@ -153,6 +153,7 @@ class CellWriter:
         """The new cells of the block in a buffer of a `BlockStream`. The compiler reads scalars as often as it is told
         to, so this does once."""
         stream, pages = self.stream, self.stream.pages
+        assert isinstance(stream, BlockStream)
         row, begin = (owner[buffer] for owner in stream.owners)
         length, slot = stream.length(row), begin
         if pages.ring:
@@ -163,6 +164,7 @@ class CellWriter:
 
     def of_row(self, row: jax.Array) -> CellPlace:
         """The new cells of a row of a `RowStream`."""
+        assert isinstance(self.stream, RowStream)
         live, origin = self.stream.live[row], self.stream.origin
         return self._unless_written(CellPlace(row, live > 0, 0 if origin is None else origin[row], live - self.new))
 

@@ -77,7 +77,8 @@ class RowStream:
         """Start the copies of the first groups."""
 
         def start(group: jax.Array, _: None) -> None:
-            self.end_start(group, sum(self.start_row(group, number) for number in range(self.together)))
+            positions: Any = sum(self.start_row(group, number) for number in range(self.together))
+            self.end_start(group, positions)
 
         lax.fori_loop(0, self.ahead, start, None)
 
