@@ -31,7 +31,9 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
-BLOCK_BYTES = 1 << 20  # of a block's keys; with smaller blocks waits show, with larger ones short rows compute padding
+# Of a block's keys, or half of its cells that are key and value at once. With smaller blocks waits show, with larger
+# ones short rows compute padding.
+BLOCK_BYTES = 1 << 20
 PART = 4096  # positions times heads times tiles of queries that are computed at once
 FAST = (
     "v5p",

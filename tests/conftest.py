@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -15,8 +16,8 @@ import jax
 import pytest
 
 from inferlib import LLM, Buckets
+from inferlib.ops.by_platform import platform_of, traced_for
 from tests.helpers.fast_cases import mark_further_cases
-from tests.helpers.kernels import traced_here
 from tests.helpers.llms import MAX_LEN, TINY, build_llm
 from tests.helpers.tokenizer import write_tokenizer
 
@@ -98,11 +99,12 @@ def _maps() -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-@pytest.fixture
-def one_platform() -> Iterator[None]:
-    """Trace programs in the forms of this platform alone, as those of an engine are. What is lowered for another one
-    says so."""
-    with traced_here():
+@pytest.fixture(autouse=True)
+def _one_platform(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trace kernels and operations in the forms of this platform alone, as an engine's programs are. Forms for others,
+    which no test runs, would take as long to trace; what is lowered for another platform says so."""
+    direct = request.path.parent.name in ("kernels", "ops")
+    with traced_for(platform_of(jax.devices()[0])) if direct else contextlib.nullcontext():
         yield
 
 

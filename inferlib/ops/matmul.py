@@ -134,11 +134,11 @@ def matmul_partials(x: jax.Array, w: Weight, *, contract: int = 1) -> PartialSum
     return PartialSums(by_platform(x, w, cuda=by_rows, default=default))
 
 
-def _in_splits(x: jax.Array, w: jax.Array, contract: int) -> jax.Array:
-    """x [T, *I] times w [*I, *O] -> partial sums [S, T, *O] float32."""
+def _in_splits(x: jax.Array, w: jax.Array, contract: int, count: int | None = None) -> jax.Array:
+    """x [T, *I] times w [*I, *O] -> partial sums [S, T, *O] float32. count: see `split_dot.partial_products`."""
     inner, outer = w.shape[:contract], w.shape[contract:]
     matrix = w.reshape(math.prod(inner), math.prod(outer))
-    y = split_dot.partial_products(x.reshape(x.shape[0], -1), matrix)
+    y = split_dot.partial_products(x.reshape(x.shape[0], -1), matrix, count)
     return y.reshape(*y.shape[:2], *outer)
 
 
@@ -350,9 +350,7 @@ def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> ja
 
 def _in_halves(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:
     """The product as the sum of two, of half the inputs each, which XLA adds in the kernel that takes the result."""
-    inputs, outer = math.prod(w.shape[:contract]), w.shape[contract:]
-    y = split_dot.partial_products(x.reshape(x.shape[0], inputs), w.reshape(inputs, -1), count=2)
-    return jnp.sum(y, axis=0).astype(out_dtype).reshape(-1, *outer)
+    return PartialSums(_in_splits(x, w, contract, count=2)).total(out_dtype)
 
 
 def _row_on_tpu(x: jax.Array, w: jax.Array, contract: int, out_dtype) -> jax.Array:

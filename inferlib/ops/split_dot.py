@@ -38,11 +38,12 @@ def splits(inputs: int, outputs: int) -> int:
 
 
 def halved(rows: int, inputs: int, outputs: int) -> bool:
-    """True if a product of so many rows is faster as the sum of two, of half the inputs each: its tiles of 64 rows and
-    64 outputs are fewer than the processors of an H100 or H200, and cuBLAS takes few shares of the inputs or none.
+    """True if a product of so many rows is made as the sum of two, of half the inputs each: its tiles of 64 rows and 64
+    outputs are fewer than the processors of an H100 or H200. cuBLAS alone fills such a GPU less, or shares the inputs
+    as well and adds the sums in a launch of its own.
 
-    Eight tokens of each of 16 rows of Llama-3-8B on one H200: 6.35 ms a step without, 6.15 with. Of up to 64 rows, the
-    two were as fast or slower.
+    Eight tokens of each of 16 rows of Llama-3-8B on one H200: 6.35 ms a step without, 6.15 with. With 64 rows two
+    products took longer than one.
     """
     even = inputs >= _HALVED and inputs % 2 == 0
     return even and 64 < rows <= 128 and 2 * -(-outputs // _OUTPUTS) <= _PROCESSORS

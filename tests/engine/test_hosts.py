@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +25,7 @@ from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.cli import app
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from tests.helpers import hosts_program
-from tests.helpers.cli_model import COMMAND, make_model
+from tests.helpers.cli_model import COMMAND, make_model, sharing_programs
 
 ROOT = Path(__file__).parents[2]
 HOST = socket.gethostname()
@@ -49,9 +48,8 @@ class Processes:
 
     def __init__(self, commands: list[list[str]]):
         pipe = subprocess.PIPE
-        # A TPU's library, if installed, looks for a chip and complains. Equal programs are compiled once.
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
-        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+        # A TPU's library, if installed, looks for a chip and complains.
+        env = os.environ | sharing_programs() | {"JAX_PLATFORMS": "cpu"}
         options = dict(stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
         self._all = [subprocess.Popen(c, **options) for c in commands]
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks
-from tests.helpers.kernels import traced_here
 from tests.helpers.packed_experts import dequantized, packed, quantized
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
@@ -49,8 +48,7 @@ class Case:
             weights = packed(cached, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else cached
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
-        with traced_here():
-            got = run(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
+        got = run(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
         assert got.shape == (self.parts, self.rows, self.outer)
         assert got.dtype == self.dtype
         np.testing.assert_allclose(

@@ -5,22 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import pytest
-from _pytest.mark import ParameterSet
 from jax.experimental.pallas import triton
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from inferlib.ops.by_platform import platform_of, traced_for
-
-
-def traced_here() -> AbstractContextManager:
-    """A context for programs that run where they are traced. Forms for other platforms, which no test runs then, would
-    take as long to trace: a kernel for TPUs has one that is interpreted and one that is not."""
-    return traced_for(platform_of(jax.devices()[0]))
+from inferlib.ops.by_platform import traced_for
 
 
 def copies_of(
@@ -35,7 +28,7 @@ def copies_of(
     return pytest.mark.parametrize(("name", "mode"), with_further(pairs, further))
 
 
-def with_further(cases: Iterable[tuple], further: Iterable[tuple]) -> list[tuple | ParameterSet]:
+def with_further(cases: Iterable[tuple], further: Iterable[tuple]) -> list[Any]:
     """The cases; those in `further`, each of which is one of them, are release."""
     cases, further = list(cases), set(further)
     unknown = further - set(cases)
@@ -47,22 +40,15 @@ def on_backends(
     names: Iterable[str],
     backends: Iterable[str],
     raced: Iterable[str] = (),
-    slow: Iterable[str] = (),
     further: Iterable[tuple[str, str]] = (),
 ) -> pytest.MarkDecorator:
-    """Parametrise `name` and `backend`; of the cases in `raced` without "tpu", of those in `slow` with a slow one.
-    Pairs in `further` are release.
+    """Parametrise `name` and `backend`, the cases in `raced` without "tpu"; pairs in `further` are release.
 
     A search for races runs the same kernel on the same case, more strictly interpreted, and compares its results too.
     """
-    raced, slow = {(name, "tpu") for name in raced}, {(name, "tpu") for name in slow}
+    raced = {(name, "tpu") for name in raced}
     pairs = [pair for pair in itertools.product(names, backends) if pair not in raced]
-    further = set(further)
-    unknown = further - set(pairs)
-    assert not unknown, unknown
-    marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(further, pytest.mark.release)
-    cases = [pytest.param(*pair, marks=marks[pair]) if pair in marks else pair for pair in pairs]
-    return pytest.mark.parametrize(("name", "backend"), cases)
+    return pytest.mark.parametrize(("name", "backend"), with_further(pairs, further))
 
 
 def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from inferlib.ops.prefill_attention import BlockList
 from tests.helpers.decode_attention_cases import TOLERANCE, cached
-from tests.helpers.kernels import traced_here
 
 
 def hold_chunks(wants: dict[int, tuple[np.ndarray, np.ndarray]], out: jax.Array, lse: jax.Array) -> None:
@@ -100,8 +99,7 @@ class Case:
     def check(self, run: Callable, seed: int = 0) -> tuple[jax.Array, jax.Array]:
         """Hold `run` to the oracle; returns its output and LSE."""
         inputs = self.inputs(seed)
-        with traced_here():
-            out, lse = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
+        out, lse = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
         assert out.dtype == inputs["q"].dtype
         assert lse.dtype == jnp.float32
         self.hold(inputs, out, lse)

@@ -45,7 +45,6 @@ from tests.helpers.attention_calls import (
     prefill_attention,
 )
 from tests.helpers.decode_attention_cases import behind, folded
-from tests.helpers.kernels import traced_here
 
 SEEDS = st.integers(0, 2**32 - 1)
 LOUDNESS = st.sampled_from([0.0, 1.0, 3.0])
@@ -64,8 +63,7 @@ def small_blocks():
         latents = mla_decode_attention_tpu.Blocks(positions=256, part=256, edge=256)
         patch.setattr(mla_decode_attention_tpu, "blocks", lambda *_: latents)
         patch.setattr(mla_prefill_attention_tpu, "blocks", lambda *_: mla_prefill_attention_tpu.Blocks(16, 1, 256))
-        with traced_here():
-            yield
+        yield
 
 
 def near(capacity: int, *edges: int) -> st.SearchStrategy[int]:

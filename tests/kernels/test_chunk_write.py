@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.cache_write import chunk_write, rounded
 from inferlib.pallas_kernels import chunk_write_tpu
-from tests.helpers.kernels import copies_of, on_backends, traced_here
+from tests.helpers.kernels import copies_of, on_backends
 
 BACKENDS = {"xla": chunk_write, "tpu": partial(chunk_write, backend="pallas_tpu")}
 PAGES = 4
@@ -48,8 +48,7 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
             if page < PAGES:
                 want[1, page][:, at[valid] % slots] = np.moveaxis(x[chunk, valid], 0, 1)
     pages, starts = (np.array(x, np.int32) for x in zip(*places, strict=True))
-    with traced_here():
-        result = jax.jit(partial(run, layer=1, ring=ring))(cache, new, pages, starts)
+    result = jax.jit(partial(run, layer=1, ring=ring))(cache, new, pages, starts)
     for x, want in zip(result, expected, strict=True):
         bits = f"u{want.itemsize}"
         np.testing.assert_array_equal(np.asarray(x).view(bits), want.view(bits))

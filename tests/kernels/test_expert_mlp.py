@@ -18,7 +18,7 @@ from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
-from tests.helpers.kernels import copies_of, on_backends, traced_here
+from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.packed_experts import dequantized, packed, quantized
 
 
@@ -72,8 +72,7 @@ class Case:
         bias, layer = weights["bias"] if self.bias else None, jnp.int32(1) if self.stacked else None
         experts = ExpertWeights(weights["gate_up"], weights["down"], bias, layer, "silu")
         run = partial(run, activation=activation, scale_input=self.scale_input)
-        with traced_here():
-            got = jax.jit(run)(jnp.asarray(x, dtype), experts, jnp.asarray(factors, jnp.float32))
+        got = jax.jit(run)(jnp.asarray(x, dtype), experts, jnp.asarray(factors, jnp.float32))
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, float), expected, rtol=tolerance / 3, atol=tolerance)
 

@@ -11,7 +11,7 @@ import pytest
 
 from inferlib.ops.group_order import GroupOrder, _by_counting, _by_kernel, _by_sorting, group_order
 from inferlib.pallas_kernels import group_order_tpu
-from tests.helpers.kernels import lowered_for_cuda, traced_here
+from tests.helpers.kernels import lowered_for_cuda
 
 
 def expected(ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) -> GroupOrder:
@@ -26,8 +26,7 @@ def expected(ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) ->
 
 def check(run, ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) -> None:
     numbers_of = None if numbers is None else jnp.asarray(numbers, jnp.int32)
-    with traced_here():
-        result = jax.jit(run)(jnp.asarray(ids, jnp.int32), numbers_of)
+    result = jax.jit(run)(jnp.asarray(ids, jnp.int32), numbers_of)
     for name, got, want in zip(GroupOrder._fields, result, expected(ids, groups, numbers), strict=True):
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, want, err_msg=name)

@@ -13,7 +13,6 @@ from inferlib.ops.grouped_matmul import choose, chosen_matmul, grouped_matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import grouped_matmul_gpu as kernel
 from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, blocks, unsupported
-from tests.helpers.kernels import traced_here
 from tests.helpers.packed_experts import dequantized, quantized, with_nan
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 4e-3}  # of the largest result
@@ -61,8 +60,7 @@ def test_sorted_rows_by_the_weights_of_their_groups(scheme, dtype):
     x = jnp.asarray(rng.normal(size=(9, inputs)), dtype)
     rows = rng.integers(0, 9, 24).astype(np.int32)
     product = jax.jit(partial(grouped_matmul, most=18, rows=rows, layer=jnp.int32(1), backend="pallas_gpu"))
-    with traced_here():
-        got = product(x, poisoned(poisoned(w, 0), (1, 1)), sizes)
+    got = product(x, poisoned(poisoned(w, 0), (1, 1)), sizes)
     assert (got.shape, got.dtype) == ((24, 2, 72), dtype)
     ids = np.repeat(np.arange(4), sizes)
     check(got[:22], np.einsum("mi,mpio->mpo", np.asarray(x, np.float64)[rows[:22]], values[1][ids]), dtype)
@@ -78,8 +76,7 @@ def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
     token_of_row = np.array([0, 2, 3])
     expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64)[token_of_row // 2], values[ids[token_of_row]])
     for backend in ("xla", "pallas_gpu"):
-        with traced_here():
-            got = jax.jit(partial(chosen_matmul, turns=2, backend=backend))(x, w, ids)
+        got = jax.jit(partial(chosen_matmul, turns=2, backend=backend))(x, w, ids)
         assert (got.shape, got.dtype) == ((4, 72), dtype)
         check(got[token_of_row], expected, dtype)
 

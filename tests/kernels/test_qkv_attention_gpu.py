@@ -29,7 +29,7 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from tests.helpers.attention_calls import decode_attention, qkv_attention
 from tests.helpers.decode_attention_cases import TOLERANCE, Case
-from tests.helpers.kernels import kernels_in, traced_here
+from tests.helpers.kernels import kernels_in
 from tests.helpers.packed_experts import quantized
 
 SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
@@ -79,8 +79,7 @@ def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
 def check(case: Case, offset: float = 0.0, **has) -> None:
     inputs, arrays = draw(case, **has)
     options = dict(eps=EPS, offset=offset) | case.static() | table_of(case)
-    with traced_here():
-        result, want = (jax.jit(partial(f, **options))(*inputs, arrays) for f in (qkv_attention, one_after_the_other))
+    result, want = (jax.jit(partial(f, **options))(*inputs, arrays) for f in (qkv_attention, one_after_the_other))
     tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
     for got, expected in zip(result, want, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
@@ -125,8 +124,7 @@ def test_equals_what_layers_compute(name):
 def test_nothing_is_written_to_pages_that_do_not_exist():
     (qkv, k, v, lengths), arrays = draw(SMALL((5, 30), slots=16, columns=2))
     pages = jnp.array([[0, 1], [2, k.shape[0]]], jnp.int32)
-    with traced_here():
-        _, *written = jax.jit(partial(qkv_attention, scale=1.0))(qkv, k, v, lengths, arrays, pages=pages)
+    _, *written = jax.jit(partial(qkv_attention, scale=1.0))(qkv, k, v, lengths, arrays, pages=pages)
     for new, old in zip(written, (k, v), strict=True):
         new, old = np.array(new), np.array(old)
         assert np.isfinite(new[0, :, 4]).all()
@@ -178,8 +176,7 @@ def test_shares_of_products_are_summed(limits, normed, before, monkeypatch):
     want = jax.jit(partial(one_after_the_other, **options))(qkv, *cache, arrays)
     run = partial(qkv_attention, **options, **made)
     assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == before
-    with traced_here():
-        result = jax.jit(run)(shares, *cache, arrays | norm)
+    result = jax.jit(run)(shares, *cache, arrays | norm)
     for got, expected in zip(result, want, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
@@ -192,9 +189,8 @@ def test_sums_are_rounded_as_products_are():
     (qkv, *cache), arrays = draw(case, rotary=32, **ALL)
     options = dict(eps=EPS, offset=0.0) | case.static()
     shares = jnp.stack([qkv.astype(jnp.float32) * size for size in (1.0, 2.0**-10)])
-    with traced_here():
-        result = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
-        dense = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
+    result = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
+    dense = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
     for got, expected in zip(result, dense, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
@@ -213,8 +209,7 @@ def test_a_sink_of_nothing():
     inputs, arrays = draw(case)
     arrays["sinks"] = arrays["sinks"].at[0, 1].set(-jnp.inf)
     options = dict(eps=EPS, offset=0.0) | case.static()
-    with traced_here():
-        result, want = (jax.jit(partial(f, **options))(*inputs, arrays) for f in (qkv_attention, one_after_the_other))
+    result, want = (jax.jit(partial(f, **options))(*inputs, arrays) for f in (qkv_attention, one_after_the_other))
     np.testing.assert_allclose(result[0], want[0], rtol=2e-5, atol=2e-5)
 
 
@@ -293,8 +288,7 @@ def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
         whole = matmul(x.array() if normed else x, w)
         return qkv_attention(whole, *cache.arrays, ctx.batch.decode_lengths, {}, scale=spec.scale, limit=16)
 
-    with traced_here():
-        want, result = apart(x, w), jax.jit(step)(x, w)
+    want, result = apart(x, w), jax.jit(step)(x, w)
     assert ({"row_matmul", "summed"} & kernels_in(step, x, w) == {"row_matmul"}) == bool(kernels)
     for got, expected in zip(result, want, strict=True):
         np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)

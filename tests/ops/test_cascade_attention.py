@@ -20,7 +20,6 @@ from inferlib.pallas_kernels.decode_attention_gpu import attend_shares
 from inferlib.pallas_kernels.merge_prefixes_gpu import Prefixes, merge_prefixes
 from inferlib.pallas_kernels.prefill_attention_hopper_gpu import is_hopper
 from inferlib.programs.arguments import prefix_shape
-from tests.helpers.kernels import traced_here
 
 PAGE, COLUMNS, ROWS, SIZE = 16, 6, 5, 16
 LENGTHS = [40, 33, 50, 0, 90]  # the second has one position behind the shared pages, the fourth is inactive
@@ -75,8 +74,7 @@ def test_equals_rows_alone(backend, group, monkeypatch):
     options = AttentionOptions(0.3, softcap=5.0, sinks=sinks)
     want = jax.jit(partial(decode_attention, options=options, new=it.new))(it.q, it.cache, it.lengths)
     cascade = partial(cascade_attention, options=options, new=it.new, backend=backend)
-    with traced_here():
-        got = jax.jit(lambda *x: cascade(*x[:3], prefixes=x[3]))(it.q, it.cache, it.lengths, prefixes)
+    got = jax.jit(lambda *x: cascade(*x[:3], prefixes=x[3]))(it.q, it.cache, it.lengths, prefixes)
     for a, b in zip(got[:2], want[:2], strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
     for a, b in zip(got[2].arrays, want[2].arrays, strict=True):
