@@ -35,6 +35,7 @@ from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program import build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import alone
+from inferlib.speculation.settings import Speculation
 
 # An H100 SXM, as XLA describes it (xla/stream_executor/device_description.proto).
 H100 = """
@@ -72,7 +73,9 @@ def launches(
     config = options.resolve(DeviceKind("gpu"))
     first = replace(model, layers=model.layers[:layers])
     abstract = abstract_model(first, "bfloat16", backend=config.backend, scan=config.scan, quantization=quantization)
-    programs, key, gpu = ProgramSet.make(abstract, config), ProgramKey("greedy", config.rows, config.max_len), device()
+    drafts = config.speculation.tokens if config.speculation else 0
+    key = ProgramKey("greedy", config.rows, config.max_len, drafts=drafts)
+    programs, gpu = ProgramSet.make(abstract, config), device()
     on_gpu = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
     inputs = jax.tree.map(lambda x: on_gpu(x.shape, x.dtype), programs.inputs(key))
     step = jax.jit(build(programs.model, programs.plan, programs.config, key), donate_argnums=(1, 2))
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
     parser.add_argument("--attention-pages", help="what a step reads of a row, such as quest:16; default: all")
+    parser.add_argument("--speculation", help="the drafter and how many tokens a step verifies, such as ngram:7")
     parser.add_argument("--layers", type=int, default=4, help="number of layers to compile, at least 2")
     args = parser.parse_args()
     if (args.experts_only and not args.quantization) or args.layers < 2:
@@ -108,7 +112,9 @@ def main() -> None:
     scheme = args.quantization and Quantization.named(args.quantization)
     if args.experts_only:
         scheme = of_experts(scheme, model, "bfloat16")
-    options = EngineOptions(max_batch=args.batch, max_len=args.cache, attention_pages=args.attention_pages)
+    speculation = args.speculation and Speculation.read(args.speculation)
+    sizes = dict(max_batch=args.batch, max_len=args.cache)
+    options = EngineOptions(**sizes, attention_pages=args.attention_pages, speculation=speculation)
     counted = partial(launches, model, options=options, quantization=scheme)
     all_launches = counted(args.layers)
     each = len(all_launches) - len(counted(args.layers - 1))

@@ -233,9 +233,9 @@ class Expansion:
 class QkvPartials:
     """Partial sums of a projection that are not summed yet.
 
-    partials [S, B, K, G + 2, h] float32: their sum over S, rounded to dtype, is the projection. squares [B, n] float32:
+    partials [S, T, K, G + 2, h] float32: their sum over S, rounded to dtype, is the projection. squares [T, n] float32:
     given if the projected rows are an RMS norm without its factor; they sum to a row's sum of squares before the norm,
-    `inputs` is the number of a row's inputs, and `eps` belongs to the norm. addend [B, K, G + 2, h]: added to the sum.
+    `inputs` is the number of a row's inputs, and `eps` belongs to the norm. addend [T, K, G + 2, h]: added to the sum.
     """
 
     partials: jax.Array
@@ -251,7 +251,7 @@ class HeadTransforms:
     """The steps that turn projections into queries, keys and values, in this order.
 
     bias [K, G + 2, h] is added. norms: the weights [h] of the RMS norms over a query's head and over a key's head; the
-    norms use eps, and offset is added to both weights. rope: cos and sin [B, r / 2] float32 rotate the pairs
+    norms use eps, and offset is added to both weights. rope: cos and sin [T, r / 2] float32 rotate the pairs
     (i, i + r / 2) of the first r numbers of queries and keys.
     """
 

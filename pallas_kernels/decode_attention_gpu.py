@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -249,14 +250,16 @@ def _kernel(
     )
     share = share_of(lengths_ref, pl.program_id(0), split, **dealing)
     page = cells.page(share.start)
-    top, total = sums_before(sinks_ref, heads < group, (split == 0) & (share.length > 0))
+    real = heads < group
+    top, total = sums_before(sinks_ref, heads, real, (split == 0) & (share.length > 0))
     spans = None
     if queries > 1:
         last = share.length - queries + jnp.minimum(heads // (group // queries), queries - 1)
         spans = jnp.zeros_like(last) if window is None else last - window + 1, last
     carry = jnp.zeros((heads.size, columns.size), jnp.float32), top, total, *page
     acc, top, total = attend(q, (cells, v_ref), share, carry, scale=scale, softcap=softcap, spans=spans)
-    store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=share.start < share.stop)
+    written = real & (share.start < share.stop) if splits > 1 else real
+    store_share((acc, top, total), out_ref, lse_ref, (heads,), written, real)
 
 
 class Share(NamedTuple):
@@ -271,15 +274,16 @@ class Share(NamedTuple):
     stop: jax.Array
 
 
-def sums_before(sinks_ref, real: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest logit and the sum of exponentials [R] of queries that have seen no position, R = `real`.size.
+def sums_before(sinks_ref, heads: jax.Array, real: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit and the sum of exponentials [R] of queries that have seen no position.
 
-    The row's `first` share counts the sinks, sinks_ref [queries of the row] or None.
+    heads [R]: of each query, the place of its sink in sinks_ref, which may be None. real [R]: queries that exist. The
+    row's `first` share counts the sinks.
     """
     top, total = jnp.full(real.shape, -jnp.inf, jnp.float32), jnp.zeros(real.shape, jnp.float32)
     if sinks_ref is None:
         return top, total
-    sinks = plgpu.load(sinks_ref.at[jnp.arange(real.size)], mask=real, other=0).astype(jnp.float32)
+    sinks = plgpu.load(sinks_ref.at[heads], mask=real, other=0).astype(jnp.float32)
     return jnp.where(first, sinks, top), jnp.where(first, 1.0, total)
 
 
@@ -314,37 +318,88 @@ def attend(
         page = cells.page(start + (i + 1) * block)
         mask = seen[:, None] if size == columns.size else seen[:, None] & (columns < size)[None]
         keys = plgpu.load(k_ref.at[at], mask=mask, other=0).astype(q.dtype)
-        s = capped(plgpu.dot(q, keys, trans_b=True, precision=lax.Precision.HIGHEST) * scale, softcap)
         of_query = seen[None]
         if spans is not None:
             of_query = of_query & (position[None] >= spans[0][:, None]) & (position[None] <= spans[1][:, None])
-        s = jnp.where(of_query, s, -jnp.inf)
-        new_top = jnp.maximum(top, s.max(axis=1))
-        # A query that has seen nothing yet has no largest logit to subtract.
-        base = new_top if spans is None and first is None else jnp.where(new_top > -jnp.inf, new_top, 0.0)
-        p = jnp.exp(s - base[:, None])
-        decay = jnp.exp(top - base)
-        values = plgpu.load(v_ref.at[at], mask=mask, other=0).astype(q.dtype)
-        acc = acc * decay[:, None] + plgpu.dot(p.astype(q.dtype), values, precision=lax.Precision.HIGHEST)
-        return acc, new_top, total * decay + p.sum(axis=1), *page
+        values = lambda: plgpu.load(v_ref.at[at], mask=mask, other=0).astype(q.dtype)  # noqa: E731
+        unseen = spans is not None or first is not None
+        sums = add_block(q, keys, values, of_query, (acc, top, total), scale=scale, softcap=softcap, unseen=unseen)
+        return *sums, *page
 
     acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(stop - start, block), step, carry)
     return acc, top, total
+
+
+def add_block(
+    q: jax.Array,
+    keys: jax.Array,
+    values: Callable[[], jax.Array],
+    seen: jax.Array,
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    scale: float,
+    softcap: float | None,
+    unseen: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attend with queries q [R, C] to keys [N, C] and what `values` loads, [N, C], where `seen` [R or 1, N].
+
+    sums: as `attend` returns them, which are returned with this block. unseen: a query may have seen nothing yet.
+    """
+    acc, top, total = sums
+    s = capped(plgpu.dot(q, keys, trans_b=True, precision=lax.Precision.HIGHEST) * scale, softcap)
+    s = jnp.where(seen, s, -jnp.inf)
+    new_top = jnp.maximum(top, s.max(axis=1))
+    # A query that has seen nothing yet has no largest logit to subtract.
+    base = jnp.where(new_top > -jnp.inf, new_top, 0.0) if unseen else new_top
+    p = jnp.exp(s - base[:, None])
+    decay = jnp.exp(top - base)
+    acc = acc * decay[:, None] + plgpu.dot(p.astype(q.dtype), values(), precision=lax.Precision.HIGHEST)
+    return acc, new_top, total * decay + p.sum(axis=1)
+
+
+def add_cell(
+    q: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attend as `add_block` does to one key and value [C], which all queries see."""
+    acc, top, total = sums
+    logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
+    logits = capped(logits * scale, softcap)
+    new_top = jnp.maximum(top, logits)
+    weight, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
+    acc = acc * decay[:, None] + weight[:, None] * value.astype(jnp.float32)[None]
+    return acc, new_top, total * decay + weight
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def store_share(acc, top, total, out_ref, lse_ref, *, split: bool, some) -> None:
-    """Store a share's result [G, h] and lse [G]; of an empty share (`some` false) only lse, as the merge skips it."""
-    (group, size), heads, columns = out_ref.shape, jnp.arange(acc.shape[0]), jnp.arange(acc.shape[1])
-    in_tile = (heads < group)[:, None] & (columns < size)[None]
+def store_share(
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+    out_ref,
+    lse_ref,
+    at: tuple[jax.Array | int, ...],
+    written: jax.Array,
+    real: jax.Array,
+) -> None:
+    """Store what `attend` returns: queries' results in out_ref [..., h] and their log-sum-exps in lse_ref [...].
+
+    at: the place of each query in lse_ref, [R] each. written [R]: whose results are stored; of an empty share none are,
+    as the merge skips them. real [R]: queries that exist, whose log-sum-exps are stored.
+    """
+    (acc, top, total), size = sums, out_ref.shape[-1]
+    columns = jnp.arange(acc.shape[1])
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
-    at = heads[:, None], columns[None]
-    plgpu.store(out_ref.at[at], out, mask=in_tile & some if split else in_tile)
-    plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=heads < group)
+    place = *(x if isinstance(x, int) else x[:, None] for x in at), columns[None]
+    plgpu.store(out_ref.at[place], out, mask=written[:, None] & (columns < size)[None])
+    plgpu.store(lse_ref.at[at], top + jnp.log(total), mask=real)
 
 
 def share_of(

@@ -123,17 +123,20 @@ def _load_sums(partials_ref, addend_ref, row, at, real) -> tuple:
 
 
 def load_squares(squares_ref, row) -> jax.Array | None:
-    """A row's squares [P], of [M, P] or None."""
+    """The squares [P] of a row, or [R, P] of rows [R], of [M, P] or None."""
     if squares_ref is None:
         return None
     count = squares_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(count))
-    return plgpu.load(squares_ref.at[row, part], mask=part < count, other=0)
+    if getattr(row, "ndim", 0) == 0:
+        return plgpu.load(squares_ref.at[row, part], mask=part < count, other=0)
+    real = jnp.broadcast_to((part < count)[None], (row.size, part.size))
+    return plgpu.load(squares_ref.at[row[:, None], part[None]], mask=real, other=0)
 
 
 def norm_factor(squares: jax.Array | None, inputs: int, eps: float) -> jax.Array | float:
-    """The factor of a row's RMS norm, from the squares [P] of its `inputs` numbers; 1 without squares."""
-    return 1.0 if squares is None else lax.rsqrt(jnp.sum(squares) / inputs + eps)
+    """The factor of a row's RMS norm, from the squares [..., P] of its `inputs` numbers; 1 without squares."""
+    return 1.0 if squares is None else lax.rsqrt(jnp.sum(squares, axis=-1) / inputs + eps)
 
 
 def _call(kernel, name: str, operands: tuple, out_shape, grid: tuple, warps: int, interpret: bool):

@@ -1,8 +1,9 @@
 """Decode attention on NVIDIA GPUs that starts from the projection of queries, keys and values (Triton lowering).
 
-One kernel adds up the projection's partial sums, adds the bias, norms the heads, rotates them, writes the new cell and
+One kernel adds up the projection's partial sums, adds the bias, norms the heads, rotates them, writes the new cells and
 attends; a second one merges its programs' results. XLA takes five to ten kernels for the steps before attention, and
-for a few rows each of them takes longer to launch than to run.
+for a few rows each of them takes longer to launch than to run. A row has one new token, or several that are verified
+in one step.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from jax.experimental.pallas import triton as plgpu
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
 from inferlib.pallas_kernels.lowered_once import call_lowered
-from inferlib.pallas_kernels.partial_sums_gpu import load_squares, norm_factor, summed
+from inferlib.pallas_kernels.partial_sums_gpu import summed
+from inferlib.pallas_kernels.projected_heads_gpu import ProjectedHeads
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
-MOST_SHARES = 16  # most partial sums that each program of attention adds up for itself
+MOST_SHARES = 16  # most partial sums, times a row's tokens, that each program of attention adds up for itself
 SHARES_OF_MANY = 4  # the same, where not all programs work at once
 
 
@@ -34,27 +36,33 @@ def qkv_attention(
     transforms: HeadTransforms,
     options: AttentionOptions,
     *,
+    counts: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attend from the projection of each row's newest token, at position lengths[b] - 1.
+    """Attend from the projection of each row's C newest tokens, at the last C of its lengths[b] positions.
 
-    qkv [B, K, G + 2, h]: for each KV head G queries, a key and a value; or their partial sums. `transforms` turn it
-    into queries, keys and values. Key and value are rounded to the dtype of the cache's k, v [N, K, S, h], written in
-    place, unless the position's page does not exist, and attended to. cache, lengths, options, interpret: as in
+    qkv [B * C, K, G + 2, h]: for each KV head G queries, a key and a value, row by row; or their partial sums.
+    `transforms` turn it into queries, keys and values. Keys and values are rounded to the dtype of the cache's k, v
+    [N, K, S, h], written in place, unless the position's page does not exist, and attended to. counts [B] int32: how
+    many of a row's tokens are new, the last ones; cells of the others are in the cache already, and what these attend
+    to is unspecified but finite. None: all are new. cache, lengths [B], options, interpret: as in
     `decode_attention_gpu.decode_attention`.
-    Returns out [B, K, G, h] and the cache's k and v with the new cells. Raises ValueError for other shapes.
+    Returns out [B * C, K, G, h] and the cache's k and v with the new cells. Raises ValueError for other shapes.
     """
     products, addend, squares, stored = _products(qkv)
-    rows, kv_heads, _, size = products.shape[-4:]
-    split, launch = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window)
+    rows, (tokens, kv_heads, slots, size) = lengths.shape[0], products.shape[-4:]
+    queries = tokens // rows
+    if queries * rows != tokens:
+        raise ValueError(f"{tokens} tokens are not as many for each of {rows} rows")
+    split, launch = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries)
     inputs_norm = (None, 0.0)
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
         many = rows * kv_heads * split["splits"] > over_cache.CONCURRENT
-        if products.shape[0] > (SHARES_OF_MANY if many else MOST_SHARES):
+        if products.shape[0] * queries > (SHARES_OF_MANY if many else MOST_SHARES):
             norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
             flat = products.reshape(*products.shape[:2], -1)
-            addend = None if addend is None else addend.reshape(rows, -1)
+            addend = None if addend is None else addend.reshape(tokens, -1)
             products = summed(flat, squares, addend, **norm).reshape(products.shape[1:])
             addend = squares = None
     how = dict(
@@ -66,15 +74,18 @@ def qkv_attention(
         **split,
     )
     q_norm, k_norm = transforms.norms or (None, None)
-    cos, sin = transforms.rope or (None, None)
+    cos, sin = (x.reshape(rows, queries, -1) for x in transforms.rope) if transforms.rope else (None, None)
+    products, addend = (
+        x if x is None else x.reshape(*x.shape[:-4], rows, queries, kv_heads, slots, size) for x in (products, addend)
+    )
     operands = _Operands(
         *(lengths, products, cache.k, cache.values, addend, squares, transforms.bias, q_norm, k_norm, cos, sin),
-        *(options.sinks, cache.pages),
+        *(options.sinks, cache.pages, counts),
     )
     static = tuple(how.items()), launch.stages
     parts, lses, k, v = call_lowered(_call, static, operands, interpret=interpret)
     out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
-    return out, k, v
+    return out.reshape(tokens, *out.shape[2:]), k, v
 
 
 def _products(
@@ -83,18 +94,19 @@ def _products(
     """The projection or its partial sums, what is added to these, the squares of its norm, and its dtype."""
     if not isinstance(qkv, QkvPartials):
         if qkv.ndim != 4:
-            raise ValueError(f"a projection is [B, K, G + 2, h], and partial sums come as QkvPartials, not {qkv.shape}")
+            raise ValueError(f"a projection is [T, K, G + 2, h], and partial sums come as QkvPartials, not {qkv.shape}")
         return qkv, None, None, qkv.dtype
     if qkv.partials.ndim != 5:
-        raise ValueError(f"partial sums are [S, B, K, G + 2, h], not {qkv.partials.shape}")
+        raise ValueError(f"partial sums are [S, T, K, G + 2, h], not {qkv.partials.shape}")
     if qkv.squares is not None and qkv.inputs is None:
         raise ValueError("squares of a norm need the number of a row's inputs")
     return qkv.partials, qkv.addend, qkv.squares, qkv.dtype
 
 
 class _Operands(NamedTuple):
-    """lengths [B], products [(S,) B, K, G + 2, h], k and v [N, K, S, h], addend [B, K, G + 2, h], squares [B, n],
-    bias [K, G + 2, h], q_norm and k_norm [h], cos and sin [B, r / 2], sinks [K, G], pages [B, M]."""
+    """lengths [B], products [(S,) B, C, K, G + 2, h], k and v [N, K, S, h], addend [B, C, K, G + 2, h], squares
+    [B * C, n], bias [K, G + 2, h], q_norm and k_norm [h], cos and sin [B, C, r / 2], sinks [K, G], pages [B, M], counts
+    [B]."""
 
     lengths: Any
     products: Any
@@ -109,6 +121,7 @@ class _Operands(NamedTuple):
     sin: Any
     sinks: Any
     pages: Any
+    counts: Any
 
 
 def _specs(x: _Operands) -> _Operands:
@@ -116,16 +129,16 @@ def _specs(x: _Operands) -> _Operands:
         return x if x is None else pl.BlockSpec(x.shape, lambda b, h, s: (0,) * x.ndim)
 
     def of_row(x: jax.Array | None) -> pl.BlockSpec | None:
-        return x if x is None else pl.BlockSpec((None, x.shape[1]), lambda b, h, s: (b, 0))
+        return x if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda b, h, s: (b, 0, 0))
 
     def of_head(x: jax.Array | None) -> pl.BlockSpec | None:
         return x if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda b, h, s: (h,) + (0,) * (x.ndim - 1))
 
     page, table = page_specs(x.k, x.pages, 0, 1)
-    head = x.products.shape[-2:]
-    of_row_and_head = products = pl.BlockSpec((None, None, *head), lambda b, h, s: (b, h, 0, 0))
-    if x.products.ndim == 5:
-        products = pl.BlockSpec((x.products.shape[0], None, None, *head), lambda b, h, s: (0, b, h, 0, 0))
+    (queries, _, *head), shares = x.products.shape[-4:], x.products.shape[0]
+    of_row_and_head = products = pl.BlockSpec((None, queries, None, *head), lambda b, h, s: (b, 0, h, 0, 0))
+    if x.products.ndim == 6:
+        products = pl.BlockSpec((shares, None, queries, None, *head), lambda b, h, s: (0, b, 0, h, 0, 0))
     return _Operands(
         whole(x.lengths),
         products,
@@ -140,6 +153,7 @@ def _specs(x: _Operands) -> _Operands:
         of_row(x.sin),
         of_head(x.sinks),
         table,
+        whole(x.counts),
     )
 
 
@@ -148,21 +162,21 @@ def _call(
 ) -> Sequence[jax.Array]:
     how = dict(static)
     splits, stored = how["splits"], how["stored"]
-    rows, kv_heads, heads, size = operands.products.shape[-4:]
-    specs, shape = _specs(operands), (rows, kv_heads, heads - 2, size)
+    rows, queries, kv_heads, heads, size = operands.products.shape[-5:]
+    specs, shape = _specs(operands), (rows, queries, kv_heads, heads - 2, size)
     return pl.pallas_call(
         partial(_kernel, **how),
         grid=(rows, kv_heads, splits),
         in_specs=[*specs],
         out_specs=[
-            pl.BlockSpec((None, None, None, *shape[2:]), lambda b, h, s: (s, b, h, 0, 0)),
-            pl.BlockSpec((None, None, None, shape[2]), lambda b, h, s: (s, b, h, 0)),
+            pl.BlockSpec((None, None, queries, None, *shape[3:]), lambda b, h, s: (s, b, 0, h, 0, 0)),
+            pl.BlockSpec((None, None, queries, None, shape[3]), lambda b, h, s: (s, b, 0, h, 0)),
             specs.k,
             specs.v,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((splits, *shape), stored if splits == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *shape[:4]), jnp.float32),
             jax.ShapeDtypeStruct(operands.k.shape, operands.k.dtype),
             jax.ShapeDtypeStruct(operands.v.shape, operands.v.dtype),
         ],
@@ -187,6 +201,7 @@ def _kernel(
     sin_ref,
     sinks_ref,
     table_ref,
+    counts_ref,
     out_ref,
     lse_ref,
     k_out,
@@ -203,96 +218,76 @@ def _kernel(
     splits,
     programs,
 ):
-    """One share: lengths_ref [B], made_ref [G + 2, h] or [P, G + 2, h], bias_ref [G + 2, h], k_ref, v_ref [S, h] or,
-    with table_ref [M], [N, K, S, h], addend_ref [G + 2, h], squares_ref [B, n], q_norm_ref, k_norm_ref [h], cos_ref,
-    sin_ref [r / 2],
-    sinks_ref [G], out_ref [G, h], lse_ref [G], k_out, v_out: the cache itself."""
-    (group, size), row, split = out_ref.shape, pl.program_id(0), pl.program_id(2)
-    heads = jnp.arange(over_cache.power_of_two(group))
-    columns = jnp.arange(over_cache.power_of_two(size))
-    half = 0 if cos_ref is None else cos_ref.shape[0]
-    turned = columns < 2 * half
-    partner = jnp.where(turned, jnp.where(columns < half, columns + half, columns - half), columns)
-    shares = [()] if made_ref.ndim == 2 else [(n,) for n in range(made_ref.shape[0])]
-
-    def rounded(x):
-        return x.astype(stored).astype(jnp.float32)
-
-    def load(ref, at: tuple, real, other=0.0):
-        return plgpu.load(ref.at[at], mask=real, other=other).astype(jnp.float32)
-
-    def load_product(slot, column):
-        """The sum over shares of some heads' numbers [..., C], and their bias."""
-        mask, place = (slot < group + 2) & (column < size), (slot, column)
-        total = sum(load(made_ref, (*share, *place), mask) for share in shares)
-        total = total if addend_ref is None else total + load(addend_ref, place, mask)
-        return total, None if bias_ref is None else load(bias_ref, place, mask)
-
-    def product(loaded):
-        """[..., C] float32."""
-        total, bias = loaded
-        x = rounded(total * factor)
-        return x if bias is None else rounded(x + bias)
-
-    def load_heads(slot):
-        """Two of `load_product`: of the heads, and of the numbers that these are rotated with."""
-        at, other = jnp.broadcast_to(columns, slot.shape), jnp.broadcast_to(partner, slot.shape)
-        return load_product(slot, at), load_product(slot, other) if half else None
-
-    def load_weights(weight_ref):
-        """A norm's weights for the heads, and for the numbers that these are rotated with."""
-        return [load(weight_ref, (at,), at < size) + norm[1] for at in (columns, partner)] if norm else None
-
-    def finished(heads, weights):
-        """Products after their norm and rotation."""
-        x = product(heads[0])
-        across = product(heads[1]) if half else x
-        if norm:
-            of_head = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / size + norm[0])
-            x, across = (rounded(y * of_head * weight) for y, weight in zip((x, across), weights, strict=True))
-        return rounded(x * cos + across * sin) if half else x
-
-    tile, one = (heads.size, columns.size), columns.shape
-    # All loads come before the first reduction, see `partial_sums_gpu`; also those that find the first block's page.
-    loaded_q, loaded_k = (load_heads(slot) for slot in (jnp.broadcast_to(heads[:, None], tile), jnp.full(one, group)))
-    loaded_v = load_product(jnp.full(one, group + 1), columns)
-    squares = load_squares(squares_ref, row)
-    q_weights, k_weights = (load_weights(ref) for ref in (q_norm_ref, k_norm_ref))
-    if half:
-        angle = lax.rem(columns, half)
-        cos = load(cos_ref, (angle,), turned, 1.0)
-        sin = jnp.where(columns < half, -1.0, 1.0) * load(sin_ref, (angle,), turned)
+    """One share: lengths_ref, counts_ref [B], made_ref [C, G + 2, h] or [P, C, G + 2, h], bias_ref [G + 2, h], k_ref,
+    v_ref [S, h] or, with table_ref [M], [N, K, S, h], addend_ref [C, G + 2, h], squares_ref [B * C, n], q_norm_ref,
+    k_norm_ref [h], cos_ref, sin_ref [C, r / 2], sinks_ref [G], out_ref [C, G, h], lse_ref [C, G], k_out, v_out: the
+    cache itself."""
+    (queries, group, size), row, split = out_ref.shape, pl.program_id(0), pl.program_id(2)
+    several, columns = queries > 1, jnp.arange(over_cache.power_of_two(size))
+    # The token and the slot of each query, and the tokens of new cells; padding counts as the last token.
+    heads = jnp.arange(over_cache.power_of_two(queries * group))
+    numbers: Any = 0
+    token: Any = 0
+    newest: Any = 0
+    if several:
+        numbers = jnp.arange(over_cache.power_of_two(queries))
+        token, newest = (jnp.minimum(x, queries - 1) for x in (heads // group, numbers))
+    slot = heads - token * group
+    made = ProjectedHeads(
+        *(made_ref, addend_ref, squares_ref, bias_ref, cos_ref, sin_ref),
+        first=row * queries,
+        columns=columns.size,
+        norm=norm,
+        inputs_norm=inputs_norm,
+        stored=stored,
+    )
+    # All loads come before the first reduction; also those that find the first block's page.
+    loaded_q, loaded_k = made.load(token, slot), made.load(newest, group)
+    loaded_v = made.load(newest, group + 1, rotated=False)
+    q_weights, k_weights = (made.load_weights(ref) for ref in (q_norm_ref, k_norm_ref))
+    count = queries if counts_ref is None else plgpu.load(counts_ref.at[row])
     cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
-    dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    visible = window if window is None else window + queries - 1
+    dealing: dict[str, Any] = dict(
+        visible=visible, block=block, splits=splits, programs=programs, paged=table_ref is not None
+    )
     share = over_cache.share_of(lengths_ref, row, split, **dealing)
     page = cells.page(share.start)
-    factor = norm_factor(squares, *inputs_norm)
 
     compute = jnp.promote_types(stored, k_ref.dtype)
-    q = finished(loaded_q, q_weights).astype(compute)
-    q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
+    real = (slot < group) & (heads < queries * group)
+    q = made.finished(loaded_q, q_weights).astype(compute)
+    q = jnp.where(real[:, None], q, jnp.zeros((), compute))
 
     some, length = share.start < share.stop, share.length
-    top, total = over_cache.sums_before(sinks_ref, heads < group, (split == 0) & (length > 0))
-    older = share._replace(stop=jnp.minimum(share.stop, length - 1))
-    carry = jnp.zeros(tile, jnp.float32), top, total
-    carry = over_cache.attend(q, (cells, v_ref), older, (*carry, *page), scale=scale, softcap=softcap)
+    before = over_cache.sums_before(sinks_ref, slot, real, (split == 0) & (length > 0))
+    older, last = share._replace(stop=jnp.minimum(share.stop, length - count)), length - queries + token
+    spans = (last - window + 1, last) if several and window is not None else None
+    carry, weighing = (
+        (jnp.zeros((heads.size, columns.size), jnp.float32), *before, *page),
+        dict(scale=scale, softcap=softcap),
+    )
+    sums = over_cache.attend(q, (cells, v_ref), older, carry, spans=spans, **weighing)
 
-    def with_new_cell(carry):
-        """Write the row's newest cell and attend to it."""
-        acc, top, total = carry
-        key, value = finished(loaded_k, k_weights).astype(k_ref.dtype), product(loaded_v).astype(v_ref.dtype)
-        place, exists = cells.cell(length - 1)
+    def with_new_cells(sums):
+        """Write the row's newest cells and attend to them."""
+        key = made.finished(loaded_k, k_weights).astype(k_ref.dtype)
+        value = made.finished(loaded_v).astype(v_ref.dtype)
+        new = (numbers < queries) & (numbers >= queries - count)
+        place, exists = cells.cell(jnp.maximum(length - queries + numbers, 0))
+        *place, exists = (x[:, None] if jnp.ndim(x) else x for x in (*place, exists & new))
         for ref, cell in ((k_out, key), (v_out, value)):
-            plgpu.store(ref.at[*place, columns], cell, mask=exists & (columns < size))
-        logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
-        logits = over_cache.capped(logits * scale, softcap)
-        new_top = jnp.maximum(top, logits)
-        weight, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
-        acc = acc * decay[:, None] + weight[:, None] * value.astype(jnp.float32)[None]
-        return acc, new_top, total * decay + weight
+            at = *place, jnp.broadcast_to(columns, cell.shape)
+            plgpu.store(ref.at[at], cell, mask=exists & (columns < size))
+        if not several:
+            return over_cache.add_cell(q, key, value, sums, **weighing)
+        behind = token[:, None] - newest[None]
+        seen = new[None] & (behind >= 0) & (True if window is None else behind < window)
+        keys, values = key.astype(compute), value.astype(compute)
+        # A token that is not new may have seen nothing.
+        return over_cache.add_block(q, keys, lambda: values, seen, sums, unseen=True, **weighing)
 
-    # The new cell belongs to the last share; no program reads it from the cache. It comes last, so that loads of older
-    # cells start earlier.
-    acc, top, total = lax.cond(some & (share.stop == length), with_new_cell, lambda carry: carry, carry)
-    over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=some)
+    # The new cells belong to the last share; no program reads them from the cache. They come last, so that loads of
+    # older cells start earlier.
+    sums = lax.cond(some & (share.stop == length), with_new_cells, lambda sums: sums, sums)
+    over_cache.store_share(sums, out_ref, lse_ref, (token, slot), real & some if splits > 1 else real, real)

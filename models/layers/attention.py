@@ -140,8 +140,6 @@ class Attention(nnx.Module):
         spec, unfit = self.spec, ""
         if math.prod(ctx.batch.chunk_tokens.shape) or ctx.shards.size(axes.POSITIONS) > 1:
             unfit = "prompt chunks or striped positions"
-        elif ctx.batch.decode_tokens.shape[1] > 1:
-            unfit = "several tokens of a row"
         elif ctx.prefixes is not None:
             unfit = "prefixes that rows share"
         elif cache.summaries is not None:
@@ -159,11 +157,12 @@ class Attention(nnx.Module):
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
             unfit = "other norms, or values that are projected apart"
         cells = cache.keys_and_values(pages=cache.table_of(ctx.table, ctx.limit))
-        choice = project_and_attend.choose(cells, ctx.backend.qkv_attention, unfit=unfit)
+        queries = ctx.batch.decode_tokens.shape[1] * self.layout.queries
+        choice = project_and_attend.choose(cells, ctx.backend.qkv_attention, queries, unfit=unfit)
         return choice.name != "xla"
 
     def project_partially(self, x: Activations, ctx: StepContext) -> jax.Array | QkvPartials:
-        """Queries, keys and values of decode rows, [B, K, G + 2, h], as projected, or their partial sums."""
+        """Queries, keys and values of decode rows' tokens, [T, K, G + 2, h], as projected, or their partial sums."""
         w: Any = self.qkv[...]
         choice = choose(w, x.shape[0], x.dtype, backend=ctx.backend.matmul, partials=True)
         if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
@@ -176,7 +175,7 @@ class Attention(nnx.Module):
     def attend_fused(
         self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext
     ) -> tuple[jax.Array, LayerCache]:
-        """The attention of decode rows [B, K, G, h], and the cache with their cells."""
+        """The attention of decode rows' tokens [T, K, G, h], and the cache with their cells."""
         spec = self.spec
         transforms = HeadTransforms(
             bias=self.qkv_bias[...] if spec.qkv_bias else None,
@@ -190,7 +189,8 @@ class Attention(nnx.Module):
         lengths, table = ctx.batch.decode_lengths, cache.table_of(ctx.table, ctx.limit)
         pages = None if table is None else table[: lengths.shape[0]]
         arrays = cache.keys_and_values(limit=ctx.limit, pages=pages)
-        out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
+        counts = ctx.batch.decode_counts
+        out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options, counts)
         return out, replace(cache, arrays=arrays.arrays)
 
     def gated(self, spec: OutputGate, out: jax.Array, x: Activations, ctx: StepContext) -> jax.Array:

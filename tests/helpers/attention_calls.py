@@ -70,7 +70,7 @@ def mla_prefill_attention(q, k, v, latents, keys, rows, positions, *, weight_lay
     return mla_prefill.mla_prefill_attention(q, Expansion(k, v, weight_layer), cache, rows, positions, **named)
 
 
-def qkv_attention(qkv, k, v, lengths, arrays, *, dtype=None, inputs=None, inputs_eps=0.0, **named):
+def qkv_attention(qkv, k, v, lengths, arrays, *, counts=None, dtype=None, inputs=None, inputs_eps=0.0, **named):
     """out and the cache's arrays. With a dtype, qkv are partial sums. arrays: those of "bias", "norms", "rope", "sinks"
     "squares" and "addend" that a layer has."""
     cache, arrays = KvCache(k, v, **_take(named, _KV)), dict(arrays)
@@ -79,5 +79,5 @@ def qkv_attention(qkv, k, v, lengths, arrays, *, dtype=None, inputs=None, inputs
     if dtype is not None:
         squares, addend = (arrays.pop(name, None) for name in ("squares", "addend"))
         qkv = QkvPartials(qkv, dtype, squares, inputs, inputs_eps, addend)
-    out, cache = project_and_attend(qkv, cache, lengths, HeadTransforms(**arrays, **named), options)
+    out, cache = project_and_attend(qkv, cache, lengths, HeadTransforms(**arrays, **named), options, counts)
     return out, *cache.arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -46,24 +47,26 @@ def table_of(case: Case) -> dict:
 
 
 def draw(case: Case, rotary: int = 0, norms: bool = False, bias: bool = False) -> tuple[list, dict]:
-    """Products, cache and lengths, and the arrays that a layer has. rotary: numbers of a head that are rotated."""
+    """Products [T, K, G + 2, h], cache and lengths, and the arrays that a layer has. rotary: numbers of a head that are
+    rotated. What is projected of tokens that are not new is any finite number."""
     rng, inputs = np.random.default_rng(1), case.inputs(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), case.dtype)  # noqa: E731
-    key, value = (x[:, :, None] for x in inputs["new"])
-    qkv, arrays = jnp.concatenate([inputs["q"], key, value], axis=2), {}
+    key, value = (jnp.nan_to_num(x[..., None, :], nan=9.0) for x in inputs["new"])
+    qkv, arrays = jnp.concatenate([inputs["q"], key, value], axis=-2), {}
+    qkv = qkv.reshape(-1, *qkv.shape[-3:])
     if bias:
         arrays["bias"] = normal(*qkv.shape[1:])
     if norms:
         arrays["norms"] = normal(case.size), normal(case.size)
     if rotary:
-        angles = rng.uniform(0, 6, size=(len(case.lengths), rotary // 2))
+        angles = rng.uniform(0, 6, size=(qkv.shape[0], rotary // 2))
         arrays["rope"] = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     if case.sinks:
         arrays["sinks"] = inputs["sinks"].astype(case.dtype)
     return [qkv, inputs["k"], inputs["v"], inputs["lengths"]], arrays
 
 
-def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
+def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, counts=None, **options):
     """As layers have it without the kernel."""
     qkv = qkv + arrays["bias"] if "bias" in arrays else qkv
     q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
@@ -72,19 +75,36 @@ def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
         q, key = (rms_norm(x, weight, eps, unit_offset=bool(offset)) for x, weight in pairs)
     if "rope" in arrays:
         q, key = (apply_rope(x, *arrays["rope"]) for x in (q, key))
-    out, _, *cache = decode_attention(q, k, v, lengths, new=(key, value), sinks=arrays.get("sinks"), **options)
-    return out, *cache
+    of_rows = [
+        x if x.shape[0] == lengths.shape[0] else x.reshape(*lengths.shape, -1, *x.shape[1:]) for x in (q, key, value)
+    ]
+    how = dict(new=of_rows[1:], written=counts, sinks=arrays.get("sinks"))
+    out, _, *cache = decode_attention(of_rows[0], k, v, lengths, **how, **options)
+    return out.reshape(q.shape), *cache
+
+
+def counts_of(case: Case) -> dict:
+    """How many tokens of each row are new, if not all are."""
+    return {} if isinstance(case.writes, bool) else {"counts": jnp.asarray(case.writes, jnp.int32)}
+
+
+def hold(case: Case, result: Sequence[jax.Array], want: Sequence[jax.Array], tolerance: float) -> None:
+    """Outputs of new tokens, and all of the cache. Other outputs are finite."""
+    tokens, rows = case.queries or 1, len(case.lengths)
+    counts = np.broadcast_to(counts_of(case).get("counts", tokens), rows)
+    new = (np.arange(tokens) >= tokens - counts[:, None]).ravel()
+    assert np.isfinite(np.float32(result[0])).all()
+    for n, (got, expected) in enumerate(zip(result, want, strict=True)):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        got, expected = (np.float32(x)[new if n == 0 else ...] for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def check(case: Case, offset: float = 0.0, **has) -> None:
     inputs, arrays = draw(case, **has)
-    options = dict(eps=EPS, offset=offset) | case.static() | table_of(case)
+    options = dict(eps=EPS, offset=offset) | case.static() | table_of(case) | counts_of(case)
     result, want = (jax.jit(partial(f, **options))(*inputs, arrays) for f in (qkv_attention, one_after_the_other))
-    tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
-    for got, expected in zip(result, want, strict=True):
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
-        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+    hold(case, result, want, TOLERANCE[jnp.dtype(case.dtype).name])
 
 
 ALL = dict(norms=True, bias=True)
@@ -104,6 +124,23 @@ CASES = {
     "pages of blocks, a window of itself, bfloat16": (
         SMALL((1, 128, 129), slots=128, columns=2, dtype=jnp.bfloat16, options={"window": 1}),
         ALL | dict(rotary=32),
+    ),
+    "several tokens": (SMALL((512, 5, 0), queries=4, size=128, slots=512, options={"softcap": 5.0}), dict(norms=True)),
+    "several tokens, some of them new, across shares": (
+        SMALL((300, 17, 257, 2), queries=5, group=3, size=48, slots=300, sinks=True, writes=(5, 1, 3, 1)),
+        ALL | dict(rotary=32, offset=1.0),
+    ),
+    "several tokens in a ring, a window": (
+        SMALL((200, 30, 4, 0), queries=3, slots=98, ring=True, sinks=True, writes=(3, 2, 1, 3), options={"window": 96}),
+        dict(rotary=64),
+    ),
+    "several tokens, a window of less, pages": (
+        SMALL((130, 16, 35), queries=8, slots=16, columns=9, writes=(8, 1, 4), options={"window": 2}),
+        dict(rotary=64, bias=True),
+    ),
+    "several tokens, bfloat16, pages": (
+        SMALL((257, 128), queries=2, slots=128, columns=3, dtype=jnp.bfloat16, writes=(1, 2)),
+        dict(rotary=32, norms=True),
     ),
     "a ring of pages": (SMALL((0, 3, 80, 81, 500), slots=16, columns=5, ring=True, options={"window": 80}), {}),
 }
@@ -155,31 +192,34 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
     return jnp.stack([*parts, last]), arrays, options
 
 
+NO_POWERS = "no powers of two, rotated in part, norms with an offset"
+
+
 @pytest.mark.parametrize(
-    ("limits", "normed", "before"),
+    ("name", "limits", "normed", "before"),
     [
-        ({}, True, False),
-        pytest.param({"CONCURRENT": 1}, False, False, marks=pytest.mark.release),
-        ({"CONCURRENT": 1, "SHARES_OF_MANY": 2}, False, True),
-        ({"MOST_SHARES": 1}, True, True),
+        (NO_POWERS, {}, True, False),
+        ("several tokens, some of them new, across shares", {}, True, False),
+        ("several tokens, some of them new, across shares", {"MOST_SHARES": 9}, True, True),
+        pytest.param(NO_POWERS, {"CONCURRENT": 1}, False, False, marks=pytest.mark.release),
+        (NO_POWERS, {"CONCURRENT": 1, "SHARES_OF_MANY": 2}, False, True),
+        (NO_POWERS, {"MOST_SHARES": 1}, True, True),
     ],
 )
 @pytest.mark.fast_cases(2)
-def test_shares_of_products_are_summed(limits, normed, before, monkeypatch):
+def test_shares_of_products_are_summed(name, limits, normed, before, monkeypatch):
     """In attention, or in a kernel before it where its programs or the shares are many."""
     for limit, value in limits.items():
         monkeypatch.setattr(decode_attention_gpu if limit == "CONCURRENT" else qkv_attention_gpu, limit, value)
-    case, has = CASES["no powers of two, rotated in part, norms with an offset"]
+    case, has = CASES[name]
     (qkv, *cache), arrays = draw(case, **{key: value for key, value in has.items() if key != "offset"})
-    options = dict(eps=EPS, offset=has.get("offset", 0.0)) | case.static()
+    options = dict(eps=EPS, offset=has.get("offset", 0.0)) | case.static() | counts_of(case)
     shares, norm, made = shares_of(qkv, normed)
     want = jax.jit(partial(one_after_the_other, **options))(qkv, *cache, arrays)
     run = partial(qkv_attention, **options, **made)
     assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == before
     result = jax.jit(run)(shares, *cache, arrays | norm)
-    for got, expected in zip(result, want, strict=True):
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+    hold(case, result, want, 2e-5)
 
 
 @pytest.mark.slow
@@ -215,6 +255,8 @@ def test_a_sink_of_nothing():
 
 def test_bad_shapes_and_options_are_refused():
     (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
+    with pytest.raises(ValueError, match="3 tokens are not as many for each of 2 rows"):
+        qkv_attention(jnp.concatenate([qkv, qkv[:1]]), k, v, lengths, arrays, scale=1.0)
     with pytest.raises(ValueError, match="as QkvPartials"):
         qkv_attention(qkv[None], k, v, lengths, arrays, scale=1.0)
     with pytest.raises(ValueError, match="partial sums are"):
@@ -236,7 +278,11 @@ ROWS = StepBatch.of_rows(TOKEN, TOKEN)
 def taken(spec=SPEC, *cache, layer=None, batch=ROWS, chosen="pallas_gpu", parallel="tp=1") -> bool:
     shards = planned_shards(Parallelism.parse(parallel))
     ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention=chosen), shards=shards)
-    return Attention.fuses(SimpleNamespace(spec=spec), ctx, LayerCache(cache or (KEYS, KEYS), layer=layer))
+    return Attention.fuses(
+        SimpleNamespace(spec=spec, layout=SimpleNamespace(queries=2)),
+        ctx,
+        LayerCache(cache or (KEYS, KEYS), layer=layer),
+    )
 
 
 def test_layers_that_it_takes():
@@ -300,23 +346,27 @@ def test_steps_and_caches_that_it_takes():
     assert not taken(parallel="cp=2")
     assert not taken(chosen="xla")
     assert not taken(batch=StepBatch(TOKEN[None], *[TOKEN] * 3, TOKEN[None], TOKEN))
-    assert not taken(batch=StepBatch.of_rows(TOKEN.repeat(2)[None], TOKEN, TOKEN))
+    assert taken(batch=StepBatch.of_rows(TOKEN.repeat(32)[None], TOKEN, TOKEN))
+    assert not taken(batch=StepBatch.of_rows(TOKEN.repeat(33)[None], TOKEN, TOKEN))
     assert not taken(SPEC, KEYS[None], KEYS[None], layer=jnp.int32(0))
     for cache in ((KEYS,), (KEYS, KEYS[..., 0]), (KEYS, KEYS, KEYS[..., 0], KEYS[..., 0])):
         assert not taken(SPEC, *cache)
 
 
-@pytest.mark.parametrize(("sinks", "shares", "columns"), [(False, False, 4), (True, True, None)])
-def test_lowers_to_triton(sinks, shares, columns):
+@pytest.mark.parametrize(
+    ("sinks", "shares", "columns", "queries"), [(False, False, 4, None), (True, True, None, None), (True, True, 4, 4)]
+)
+def test_lowers_to_triton(sinks, shares, columns, queries):
     """Heads of gpt-oss with norms; the cache is written where it lies."""
-    slots = 128 if columns else 500
-    case = SMALL((1, 2), group=8, slots=slots, columns=columns, dtype=jnp.bfloat16, sinks=sinks)
+    slots, new = 128 if columns else 500, (1, 4) if queries else True
+    shape = dict(group=8, slots=slots, columns=columns, queries=queries, writes=new)
+    case = Case((1, 9), **shape, dtype=jnp.bfloat16, sinks=sinks)
     (qkv, *cache), arrays = draw(case, rotary=64, **ALL)
     norm, made = {}, {}
     if shares:
         qkv, norm, made = shares_of(qkv, True)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    made |= table_of(case)
+    made |= table_of(case) | counts_of(case)
     run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True, **made), donate_argnums=(1, 2))
     with traced_for("cuda"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = run.trace(qkv, *cache, arrays | norm).lower(lowering_platforms=("cuda",)).as_text()

@@ -165,7 +165,7 @@ def without_kernels(checkpoint):
     ("family", "options"),
     [
         pytest.param("ministral", TPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
-        pytest.param("llama", GPU, marks=pytest.mark.release),
+        ("llama", GPU),
         pytest.param("minicpm3", GPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
     ],
     ids=["tpu cp", "gpu", "gpu latents cp"],
