@@ -160,7 +160,7 @@ class Engine:
         self._compiled_before = compilations()
         self._in_flight: deque[tuple[Dispatch, StepOutput, float]] = deque()  # with the time when it was sent
         self._ended: list[Sequence] = []  # on the host, before tokens of theirs were chosen
-        self._done = 0.0  # when the last results came
+        self._done, self._compiled = 0.0, 0  # when the last results came, and what was compiled until then
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
@@ -516,18 +516,20 @@ class Engine:
             count[replica] += 1
         return indices
 
-    def _oldest(self) -> tuple[Dispatch, Any, float]:
+    def _oldest(self) -> tuple[Dispatch, Any, float | None]:
         """Wait for the oldest dispatch in flight. Its output is on the host. Also the seconds since the device could
-        begin it."""
+        begin it; None if something was compiled since the dispatch before, as the device did not wait for that."""
         dispatch, on_device, sent = self._in_flight.popleft()
         start = time.perf_counter()
         output = jax.device_get(on_device)
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
         begun, self._done = max(sent, self._done), time.perf_counter()
         self.stats.wait_seconds += self._done - start
-        if self.source is not None and dispatch.chunks:
-            self.source.learn(sum(chunk.length for chunk in dispatch.chunks), self._done - begun)
-        return dispatch, output, self._done - begun
+        before, self._compiled = self._compiled, compilations()
+        seconds = self._done - begun if before == self._compiled else None
+        if self.source is not None and dispatch.chunks and seconds is not None:
+            self.source.learn(sum(chunk.length for chunk in dispatch.chunks), seconds)
+        return dispatch, output, seconds
 
     def _choose(self) -> None:
         """Start the second program of the oldest dispatch, if it has one: every earlier token is known. Masks are made
@@ -567,9 +569,9 @@ class Engine:
             self._ended.append(s)
         return taken
 
-    def _learn(self, dispatch: Dispatch, output: Any, seconds: float) -> None:
-        """Learn from what became of drafts in a dispatch, and from its time. A row that goes on got a token of each
-        step, and one more for each draft that stood."""
+    def _learn(self, dispatch: Dispatch, output: Any, seconds: float | None) -> None:
+        """Learn from what became of drafts in a dispatch, and from its time if that is known. A row that goes on got a
+        token of each step, and one more for each draft that stood."""
         key, profit = dispatch.key, self.scheduler.profit
         assert profit is not None
         tried, stood = (x.tolist() for x in output.tally)
@@ -578,7 +580,7 @@ class Engine:
             profit.learn(s, tried[column], stood[column])
             if s.status is not Status.FINISHED:
                 steps = max(steps, counts[column] - (stood[column] if key.drafts else 0))
-        if steps:
+        if steps and seconds is not None:
             profit.learn_time(key, seconds / steps)
         if key.drafts:
             self.stats.drafts += sum(tried)

@@ -11,6 +11,7 @@ import pytest
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.ops.backend import Backend
 from inferlib.programs import context
+from inferlib.programs.counter import compilations
 from inferlib.speculation.settings import Speculation
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
@@ -142,6 +143,28 @@ def test_kinds_of_layers(family, checkpoint, undrafted):
         assert_same(run(llm, jobs), expected)
         assert llm.engine.stats.accepted_drafts
     assert max(shares) > 0  # cells that stay
+
+
+@pytest.mark.slow
+def test_no_time_is_learnt_of_dispatches_during_which_something_compiled(path, counts, monkeypatch):
+    """The host compiles the next one's program while the device has long ended, and drafts would seem to take that
+    long ever after."""
+    counts(3, 0)
+    llm = build_llm(path, SHORT, decode_steps=1, speculation=Speculation(tokens=3))
+    engine, quiet, received = llm.engine, [], [0]
+    receive, profit = engine._receive, engine.scheduler.profit
+
+    def counted():
+        advanced = receive()
+        received.append(compilations())
+        return advanced
+
+    monkeypatch.setattr(engine, "_receive", counted)
+    monkeypatch.setattr(profit, "learn_time", lambda *_: quiet.append(received[-1] == compilations()))
+    run(llm, JOBS)
+    assert engine.stats.compilations
+    assert quiet
+    assert all(quiet)
 
 
 # Sizes that kernels take.
