@@ -3,9 +3,10 @@
     python benchmarks/speculation.py --batch 1,2 --temperature 0,0.8
 
 The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
-prompt. All engines serve the same requests, in turns, and must return the same tokens; each row of the table is
-the best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which
-other work on the machine changes less.
+prompt. All engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
+best of --runs. A model's own chat template makes the prompts. With --texts, a file as `inferlib distill` takes it, it
+also continues the beginnings of texts that are held out, as a base model would. "CPU ms" is the time of all cores for
+a token, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import LLM, SamplingParams
+from inferlib.distillation.texts import read_texts
 
 _TEXT = """The engine keeps a pool of pages for the cache. A sequence takes pages as it grows, so that the longest
 length reserves nothing. If no page is free, the sequence that came last gives its pages back and is computed again
@@ -39,6 +42,8 @@ TASKS = {
     ],
 }
 
+CONTINUE = "continue"
+
 
 class Run(NamedTuple):
     """rate: tokens/s. cpu: milliseconds of all cores a token. per_step: tokens that a row got of a step on average."""
@@ -49,10 +54,16 @@ class Run(NamedTuple):
     tokens: list[list[int]]
 
 
-def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int) -> Run:
-    """Complete the texts; the cache is empty before."""
+def beginnings(file: Path, count: int = 6, characters: int = 700) -> list[str]:
+    """Of held-out texts, from all parts of the file."""
+    texts = [text for text in read_texts(file).testing if len(text) > characters]
+    return [text[:characters] for text in texts[:: max(len(texts) // count, 1)][:count]]
+
+
+def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int, chat: bool) -> Run:
+    """Answer the texts, or continue them if this is no chat; the cache is empty before."""
     llm.engine.forget_prefixes()
-    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
     outputs, stats = [], llm.engine.stats
     saved, cpu, start = stats.accepted_drafts, time.process_time(), time.perf_counter()
     for first in range(0, len(prompts), batch):
@@ -75,6 +86,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=512)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--dtype")
+    parser.add_argument("--texts", type=Path, help="JSON lines, whose held-out texts are continued too")
     args = parser.parse_args()
     batches, temperatures = ([float(x) for x in text.split(",")] for text in (args.batch, args.temperature))
     # Several engines share the device: none takes all of its memory.
@@ -86,12 +98,13 @@ def main() -> None:
     table = Table(
         "task", "temperature", "batch", "speculation", "tokens/s", "ratio", "CPU ms", "tokens a step", "equal"
     )
-    for (task, texts), temperature, batch in itertools.product(TASKS.items(), temperatures, map(int, batches)):
+    tasks = TASKS | ({} if args.texts is None else {CONTINUE: beginnings(args.texts)})
+    for (task, texts), temperature, batch in itertools.product(tasks.items(), temperatures, map(int, batches)):
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1, ignore_eos=True)
         results: dict[str | None, list[Run]] = {name: [] for name in engines}
         for _ in range(1 + args.runs):  # the first compiles what is missing, and does not count
             for name, llm in engines.items():
-                results[name].append(run(llm, texts, params, batch))
+                results[name].append(run(llm, texts, params, batch, chat=task != CONTINUE))
         best = {name: max(of_one[1:]) for name, of_one in results.items()}
         for name, one in best.items():
             equal = sum(a == b for a, b in zip(one.tokens, best[None].tokens, strict=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from inferlib.checkpoint.npz import write_npz
-from inferlib.distillation.continuations import continue_rows
+from inferlib.distillation.continuations import continue_prompts, prompts_of_chats
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of, tokens_of
 from inferlib.model_files import ModelFiles
@@ -62,7 +62,8 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def prepare(files: ModelFiles, texts: Path, settings: DistillSettings, *, dtype: str, progress: bool) -> Data:
-    """Read and tokenise texts, and let the model continue some. Raises ConfigurationError if they are too few."""
+    """Read and tokenise texts, and let the model continue some, and answer all chats. Raises ConfigurationError if
+    texts are too few, or for a chat that the model cannot answer."""
     if files.tokenizer is None:
         raise ConfigurationError(
             f"{files.path} has no tokenizer, and texts are to be tokenised: add its tokenizer.json"
@@ -78,13 +79,17 @@ def prepare(files: ModelFiles, texts: Path, settings: DistillSettings, *, dtype:
     chosen = rows[draw.permutation(len(rows))[: settings.continuations]]
     if len(chosen) < settings.continuations:
         raise ConfigurationError(f"{texts} has {len(rows)} rows of {length} tokens, and --continuations wants more")
-    prompt = length // _PROMPT
-    begin = [*draw.integers(length // 8, length // 2, len(chosen), endpoint=True), *[prompt] * len(tests)]
-    made = continue_rows(files.path, np.concatenate([chosen, tests]), begin, dtype=dtype, progress=progress)
-    learned, answers = made[: len(chosen)], made[len(chosen) :]
+    begin, prompt = draw.integers(length // 8, length // 2, len(chosen), endpoint=True), length // _PROMPT
+    prompts = [row[:count].tolist() for row, count in zip(chosen, begin, strict=True)]
+    prompts += prompts_of_chats(read.chats, files.tokenizer, length)
+    tested = [row[:prompt].tolist() for row in tests]
+    made = continue_prompts(files.path, [*prompts, *tested], length, dtype=dtype, progress=progress)
+    learned, answers = made[: len(prompts)], made[len(prompts) :]
     continued = rows_of(np.concatenate([*learned, np.zeros(0, np.int32)]), length)
-    if settings.continuations and not len(continued):
-        raise ConfigurationError("what the model goes on with fills no row: ask for more --continuations")
+    if prompts and not len(continued):
+        raise ConfigurationError(
+            "what the model goes on with fills no row: ask for more --continuations, or give more chats"
+        )
     seen = np.concatenate([rows.reshape(-1), continued.reshape(-1)])
     ids = frequent_tokens(seen, files.config.vocab, settings.drafted(files.config.vocab))
     return Data(rows, continued, ids, _padded(answers, length), np.asarray([len(a) for a in answers], np.int32), prompt)

@@ -12,6 +12,8 @@ from inferlib.llm import LLM
 from inferlib.outputs import RequestOutput
 from inferlib.sampling.params import SamplingParams
 
+_ROWS = 256  # that an accelerator decodes at once
+
 
 def generate_once(
     model: str | Path,
@@ -24,8 +26,10 @@ def generate_once(
 ) -> list[RequestOutput]:
     """What the model goes on with behind prompts of tokens. length: tokens of a prompt and its output, at most."""
     # What trains afterwards needs memory too.
-    memory = None if jax.default_backend() == "cpu" else 0.3
-    llm = LLM(model, dtype=dtype, max_len=length, cache_memory=memory, progress=progress, generation_config="none")
+    on_cpu = jax.default_backend() == "cpu"
+    memory, rows = None if on_cpu else 0.3, None if on_cpu else min(_ROWS, len(prompts))
+    options = dict(max_len=length, max_batch=rows, cache_memory=memory, progress=progress)
+    llm = LLM(model, dtype=dtype, generation_config="none", **options)
     try:
         return llm.generate(list(prompts), params, progress=progress)
     finally:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,23 +19,30 @@ _PIECE = 20_000  # characters that are tokenised at once
 
 @dataclass(frozen=True)
 class Texts:
-    """training: to learn from; testing: held out, to measure with."""
+    """training: to learn from; testing: held out, to measure with; chats: messages that the model answers, to learn
+    from."""
 
     training: tuple[str, ...]
     testing: tuple[str, ...]
+    chats: tuple[list[Any], ...] = ()
 
 
 def read_texts(file: Path) -> Texts:
-    """The texts of a file of JSON lines, {"text": ..., "split": "train" or "held_out"}.
+    """The texts of a file of JSON lines, {"text": ..., "split": "train" or "held_out"}, and the chats of lines
+    {"messages": [...]}.
 
-    Without a split, each fiftieth text is held out. Raises ConfigurationError for other lines, or if no text is left.
+    Without a split, each fiftieth line is held out if it is a text. Raises ConfigurationError for other lines, or if no
+    text is left.
     """
     if not file.is_file():
         raise ConfigurationError(
             f"{file} is no file: give JSON lines with a text each, as examples/collect_texts.py does"
         )
-    training, testing = [], []
+    training, testing, chats = [], [], []
     for number, entry in enumerate(_lines(file), 1):
+        if isinstance(entry, dict) and "messages" in entry:
+            chats.append(_messages(entry, f"{file}, line {number}"))
+            continue
         text, split = (entry.get("text"), entry.get("split")) if isinstance(entry, dict) else (None, None)
         if not isinstance(text, str) or split not in (None, *SPLITS):
             raise ConfigurationError(
@@ -44,7 +52,16 @@ def read_texts(file: Path) -> Texts:
     if not training or not testing:
         lacking = "training" if not training else "evaluation"
         raise ConfigurationError(f'{file} has no text for {lacking}: give more texts, or a "split" of each')
-    return Texts(tuple(training), tuple(testing))
+    return Texts(tuple(training), tuple(testing), tuple(chats))
+
+
+def _messages(entry: dict[str, Any], where: str) -> list[Any]:
+    if "text" in entry or entry.get("split", "train") != "train" or not isinstance(entry["messages"], list):
+        raise ConfigurationError(
+            f'{where} must be {{"messages": [{{"role": "user", "content": "..."}}]}}, without a text and not held out: '
+            "texts alone measure"
+        )
+    return entry["messages"]
 
 
 def _lines(file: Path) -> Iterator[object]:

@@ -35,6 +35,8 @@ class Rows:
     def of_texts(texts: Path, tokenizer: Tokenizer, length: int) -> Rows:
         """Raises ConfigurationError for texts that are too short."""
         read = read_texts(texts)
+        if read.chats:
+            raise ConfigurationError(f"{texts} has lines with messages, and texts alone can be learned from here")
         training, testing = (rows_of(tokens_of(part, tokenizer), length) for part in (read.training, read.testing))
         for what, part in (("train on", training), ("measure with", testing)):
             if not len(part):

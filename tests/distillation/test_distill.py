@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from inferlib import LLM, SamplingParams
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.cli import app
+from inferlib.distillation.continuations import prompts_of_chats
 from inferlib.distillation.data import Data
 from inferlib.distillation.eagle3 import Run, distill_eagle3, open_run
 from inferlib.distillation.record import Record, read_log
@@ -21,6 +23,7 @@ from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import config_from_hf
 from inferlib.option_checks import ConfigurationError
+from inferlib.tokenizer import Tokenizer
 from tests.helpers.cli_model import make_model
 
 SMALL = dict(steps=40, batch=8, length=24, unroll=2, draft_vocab=64, warmup=1, save_every=20, log_every=1, devices=1)
@@ -39,6 +42,15 @@ def texts(tmp_path_factory) -> Path:
     lines = [{"text": " ".join(draw.choices(words, k=60)), "split": "train"} for _ in range(40)]
     lines += [{"text": " ".join(draw.choices(words, k=60)), "split": "held_out"} for _ in range(3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def with_chats(texts, tmp_path_factory) -> Path:
+    """The texts, and requests that the model answers."""
+    file = tmp_path_factory.mktemp("chats") / "texts.jsonl"
+    chats = [{"messages": [{"role": "user", "content": f"alpha {n}"}]} for n in range(12)]
+    file.write_text(texts.read_text() + "".join(json.dumps(chat) + "\n" for chat in chats))
     return file
 
 
@@ -100,6 +112,47 @@ def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_pa
     assert result.tokens == expected["tokens_a_verification"]
     for name in ("config.json", "model.safetensors"):
         assert (out / name).read_bytes() == (whole.out / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_what_the_model_answers_to_chats_is_learned_from(model, with_chats, tmp_path):
+    """Each prompt as the template has it, and its answer behind it."""
+    data = opened(model, with_chats, tmp_path / "head", continuations=0, length=64).data
+    llm, expected = LLM(str(model), progress=False, max_len=64), []
+    for number in range(2):
+        prompt = llm.chat_prompt([{"role": "user", "content": f"alpha {number}"}])
+        params = SamplingParams(temperature=0.0, max_tokens=64 - len(prompt))
+        expected += [*prompt, *llm.generate([prompt], params)[0].outputs[0].token_ids]
+    np.testing.assert_array_equal(data.continued.reshape(-1)[: len(expected)], expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": "hello"}, "line 1 must be"),
+        ({"messages": [], "text": "a"}, "without a text"),
+        ({"messages": [], "split": "held_out"}, "texts alone measure"),
+    ],
+)
+def test_wrong_chats_are_refused(line, message, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps(line))
+    with pytest.raises(ConfigurationError, match=message):
+        read_texts(file)
+
+
+def test_chats_that_cannot_be_answered(model, caplog):
+    """Those without room are left out, which is said; what cannot be rendered is refused."""
+    tokenizer = Tokenizer.from_directory(model)
+    short, long = ([{"role": "user", "content": "alpha " * count}] for count in (1, 40))
+    (prompt,) = prompts_of_chats([long, short], tokenizer, 64)
+    assert prompt == list(tokenizer.encode(tokenizer.chat_template.render(short), add_special_tokens=False))
+    assert "1 of 2 chats are left out" in caplog.text
+    with pytest.raises(ConfigurationError, match="chat 2 of the data: "):
+        prompts_of_chats([short, [{"role": "user"}]], tokenizer, 64)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigurationError, match="no chat template"):
+        prompts_of_chats([short], tokenizer, 64)
 
 
 @pytest.mark.release
