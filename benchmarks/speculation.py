@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 
 def beginnings(file: Path, count: int = 6, characters: int = 700) -> list[str]:
-    """Of held-out texts, from all parts of the file."""
+    """The first characters of held-out texts, from all parts of the file."""
     texts = [text for text in read_texts(file).testing if len(text) > characters]
     return [text[:characters] for text in texts[:: max(len(texts) // count, 1)][:count]]
 

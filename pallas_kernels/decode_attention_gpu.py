@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.pallas_kernels.lowered_once import call_lowered
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
 # Chosen by measuring tiles of 4-32 KB, 1-8 warps and 1-4 stages on an H200 (jax 0.11.2, bf16, K 8, G 4,
@@ -35,7 +36,7 @@ from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_s
 #   64 x 2048, K 3, G 3, h 64             32.0    3150     36.9
 TILE_BYTES = 16 * 1024
 WARPS = 4
-CONCURRENT = 2 * 132  # up to so many programs all work at once on an H100 or H200, and shares may be half as long
+CONCURRENT = 2 * PROCESSORS  # up to so many programs all work at once, and shares may be half as long
 EVEN_SHARE = 1024  # rows get equal shares if none is longer than so many positions
 SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
@@ -54,7 +55,7 @@ class Launch(NamedTuple):
 # work at once, each with more loads under way. (Attention of 8B, eight partial sums of its projection and the merge
 # included, one H200, us: 8 rows x 2,176 positions 26.8 and 24.4, 16 x 2,048 41.7 and 39.5; one row of 2,048 and seven
 # of 256 16.4 and 15.9.)
-BALANCED, EVEN = Launch(4 * 132, stages=2), Launch(CONCURRENT, stages=3)
+BALANCED, EVEN = Launch(4 * PROCESSORS, stages=2), Launch(CONCURRENT, stages=3)
 
 
 def decode_attention(

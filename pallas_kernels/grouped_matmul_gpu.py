@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-PROGRAMS = 2 * 132  # enough programs to fill the SMs of an H100 or H200
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
+
+PROGRAMS = 2 * PROCESSORS  # enough to fill the GPU
 _PACKED = ("int4", "float4_e2m1fn")
 # Rows of a group from which arithmetic bounds the kernel, not the weights' bytes. Qwen3-30B-A3B's gate and up took an
 # H100 0.82 ms instead of 1.64 with 512 rows a group, and 0.37 instead of 0.49 with 128; in int8 1.09 instead of 1.34;

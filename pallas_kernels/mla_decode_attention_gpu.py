@@ -21,9 +21,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import LatentCache, NewCells, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
-PROGRAMS = 2 * 132  # programs that are resident at once with these tiles, on the 132 SMs of an H100 or H200
+PROGRAMS = 2 * PROCESSORS  # programs that are resident at once with these tiles
 MOST_SHARES = 128  # most shares of a row
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -28,12 +28,13 @@ from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import merge
 from inferlib.pallas_kernels.lowered_once import call_lowered
 from inferlib.pallas_kernels.prefill_attention_gpu import LOG2E, NOTHING, pages_of, seen
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
 
 ROWS = 64  # query rows of a warpgroup: what an instruction multiplies
 GROUPS = 2  # warpgroups that compute
 KEYS = 128  # positions of a block
 STAGES = 2  # blocks in shared memory
-PROGRAMS = 132  # programs that run at once: one on each of a GPU's processors
+PROGRAMS = PROCESSORS  # programs that run at once
 LEAST_PROGRAMS = 32  # with fewer, even of those that share ranges, the other kernel keeps more processors busy
 LEAST_BLOCKS = 4  # least blocks of the longest range, for each of the programs that share it
 LEAST_USED = 0.75  # least share of a program's rows that is used

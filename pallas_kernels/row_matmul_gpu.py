@@ -26,14 +26,17 @@ from inferlib.pallas_kernels.copies_gpu import SLOTS, Ring
 from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 from inferlib.pallas_kernels.partial_sums_gpu import summed
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
 
 ROWS = 16  # most rows that share one read of the weights
-# Numbers of programs, of one warp each, for an H100 or H200, which has 132 SMs.
-PROGRAMS = 20 * 132  # programs that load their weights: as many as the GPU holds at a time
-AHEAD = 8 * 132  # programs whose weights are copied three units ahead
-FEWER = 4 * 132  # the same, for one row with matrices that have up to SMALL bytes together and are not bfloat16
+# Numbers of programs, of one warp each.
+PROGRAMS = 20 * PROCESSORS  # programs that load their weights: as many as the GPU holds at a time
+AHEAD = 8 * PROCESSORS  # programs whose weights are copied three units ahead
+FEWER = 4 * PROCESSORS  # the same, for one row with matrices that have up to SMALL bytes together and are not bfloat16
 SMALL = 26 * 2**20
-SHARED = 12 * 132  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking wants more warps
+SHARED = (
+    12 * PROCESSORS
+)  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking needs warps
 SHARED_ROWS = 12  # with more rows, there are too few registers for SHARED programs
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # units of a step

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.precision import precision_of
+from inferlib.pallas_kernels.processors_gpu import PROCESSORS
 
 ROWS = 16  # up to which a launch takes longer than it takes to write and read sums in float32
 _OUTPUTS = 64  # of a tile of XLA's kernels
-_TILES = 384  # tiles that fill an H100 or H200, which has 132 SMs
+_TILES = 384  # tiles that fill the GPU
 _LEAST = 512  # inputs of a split
 _HALVED = 4096  # least inputs of a product in two halves
-_PROCESSORS = 132  # of an H100 or H200
 
 
 def unsupported(rows: int, dtype: jax.typing.DTypeLike, w: jax.Array) -> str | None:
@@ -46,7 +46,7 @@ def halved(rows: int, inputs: int, outputs: int) -> bool:
     products took longer than one.
     """
     even = inputs >= _HALVED and inputs % 2 == 0
-    return even and 64 < rows <= 128 and 2 * -(-outputs // _OUTPUTS) <= _PROCESSORS
+    return even and 64 < rows <= 128 and 2 * -(-outputs // _OUTPUTS) <= PROCESSORS
 
 
 def partial_products(x: jax.Array, w: jax.Array, count: int | None = None) -> jax.Array:
