@@ -176,7 +176,7 @@ def test_prefill_from_any_starts_cut_anywhere(backend, starts, cuts, seed, loudn
 
 
 @pytest.mark.parametrize("window", [1, pytest.param(50, marks=pytest.mark.release)])
-@pytest.mark.parametrize("backend", backends(PREFILL))
+@pytest.mark.parametrize("backend", backends(PREFILL, "tpu"))
 @given(starts=rows_of(3, st.one_of(STARTS, st.integers(177, 192))), seed=SEEDS)
 @settings(max_examples=5)
 def test_prefill_from_any_starts_within_a_window(backend, window, starts, seed):

@@ -17,19 +17,26 @@ from tests.helpers.kernels import kernels_in
 interpreted = partial(kernel, interpret=jax.default_backend() == "cpu")
 
 
+# Each score with a correction and without, and so each way to weigh them.
+CHOICES = [
+    *((8, 2, "softmax", True, False), (60, 6, "softmax", False, True)),
+    *((60, 6, "sigmoid", True, True), (384, 8, "sigmoid", False, False)),
+]
+
+
 @pytest.mark.parametrize(
-    ("experts", "count", "score", "renormalize"),
-    [(8, 2, "softmax", True), (60, 6, "softmax", False), (60, 6, "sigmoid", True), (384, 8, "sigmoid", False)],
+    ("experts", "count", "score", "renormalize", "corrected"),
+    [*CHOICES, *(pytest.param(*rest, not corrected, marks=pytest.mark.release) for *rest, corrected in CHOICES)],
 )
-def test_equals_xla(experts, count, score, renormalize):
+def test_equals_xla(experts, count, score, renormalize, corrected):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(5, experts)) * 3, jnp.float32)
-    for correction in (None, jnp.asarray(rng.normal(size=experts), jnp.float32)):
-        options = dict(count=count, score=score, renormalize=renormalize)
-        by_xla = partial(choose_experts, among=lambda ranks: ranks)
-        result, expected = (jax.jit(partial(run, **options))(logits, correction) for run in (interpreted, by_xla))
-        np.testing.assert_array_equal(result[0], expected[0])
-        np.testing.assert_allclose(result[1], expected[1], rtol=2e-6, atol=1e-9)
+    correction = jnp.asarray(rng.normal(size=experts), jnp.float32) if corrected else None
+    options = dict(count=count, score=score, renormalize=renormalize)
+    by_xla = partial(choose_experts, among=lambda ranks: ranks)
+    result, expected = (jax.jit(partial(run, **options))(logits, correction) for run in (interpreted, by_xla))
+    np.testing.assert_array_equal(result[0], expected[0])
+    np.testing.assert_allclose(result[1], expected[1], rtol=2e-6, atol=1e-9)
 
 
 def test_the_first_of_equals_and_extreme_logits():

@@ -42,7 +42,7 @@ def test_equal_the_oracle_without_races(name, capsys):
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
-@pytest.mark.slow
+@pytest.mark.release  # rings of two and of four have all that this has but its length
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("8")])
 def test_equal_the_oracle_without_races_on_eight_devices(name):
     """In a process of its own, as its devices wait for each other in more threads than JAX has by default."""

@@ -34,14 +34,17 @@ CASES = {
         slots=144,
     ),
     "window": Case((0, 1, 49, 50, 51, 178, 256), options={"window": 50}),
-    "ring": Case((0, 1, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 100}),
+    "ring, large logits": Case(
+        (0, 1, 128, 129, 500, 1003), slots=128, ring=True, loudness=1e4, sinks=True, options={"window": 100}
+    ),
     "ring of an odd number of units": Case((300, 383, 384, 1030), slots=384, ring=True, options={"window": 300}),
-    "large logits": Case((1, 200), loudness=1e4, sinks=True),
 }
 # What the kernel for GPUs does not have.
 MORE_CASES = {
     "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
-    "a key and its value in a cell": Case((0, 1, 200, 256), one=True, size=256, options={"key_size": 80}),
+    "a key and its value in a cell, window": Case(
+        (0, 1, 49, 50, 51, 256), one=True, size=256, options={"key_size": 80, "window": 50}
+    ),
     "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
     "a tree of new tokens": Case((0, 2, 5, 6, 130), queries=5, tree=True, options={"window": 100}),
@@ -53,7 +56,9 @@ QUANTISED_CASES = {
         (0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, stored="float8_e4m3fn"
     ),
     "int8 ring": Case((0, 1, 129, 500), slots=128, ring=True, options={"window": 100}, stored="int8"),
-    "fp8 pages of stacked layers": Case((0, 17, 300), slots=128, columns=3, layers=2, stored="float8_e4m3fn"),
+    "fp8 pages of stacked layers, large logits": Case(
+        (0, 17, 300), slots=128, columns=3, layers=2, loudness=1e4, sinks=True, stored="float8_e4m3fn"
+    ),
     "int8, several queries, large logits": Case((1, 130), queries=2, loudness=1e4, sinks=True, stored="int8"),
 }
 # New cells are written by the operation, where lengths end in the middle of tiles and at their ends.
@@ -103,7 +108,7 @@ SHORT_CASES = {
     "short rows in a ring of pages, a tree, keys that are values": Case(
         (0, 2, 5, 300),
         size=128,
-        queries=5,
+        queries=3,
         tree=True,
         one=True,
         options={"window": 100},
@@ -141,17 +146,19 @@ FURTHER_RACES = [
     *(("short rows, rings of pages, several written", mode) for mode in ("on_wait", "eager")),
 ]
 FURTHER = [
-    ("ring of an odd number of units", "xla"),
-    ("ring of an odd number of units", "gpu"),
-    # Drawn lengths are on a TPU in `test_attention_properties`.
-    *((name, "tpu") for name in ("lengths", "ring", "large logits")),
+    *(("ring of an odd number of units", backend) for backend in ("xla", "gpu")),
+    # Drawn lengths are in `test_attention_properties`, within a window too; on TPUs cells of keys and values have one.
+    *((name, backend) for name in ("lengths", "window") for backend in BACKENDS),
+    ("ring, large logits", "tpu"),
 ]
 MORE_FURTHER = ("keys that are values", "ring of pages", "a tree of new tokens", "several queries, pages")
 FURTHER_SHORT = [
     (f"short rows{rest}", "tpu") for rest in (" in pages, window, softcap", ", fp8 in half precision, written")
 ]
-FURTHER_QUANTISED = ("fp8 in half precision, softcap, sinks", "int8 ring")
+FURTHER_QUANTISED = ("fp8 in half precision, softcap, sinks", "int8 ring", "int8, several queries, large logits")
 FURTHER_WRITING = [
+    # XLA writes cells apart from attention: to pages, to rings and to some rows in other cases.
+    *((name, "xla") for name in ("written to a full ring", "several written to ends of blocks of some rows")),
     *(("a tree, keys that are values", "xla"), ("written to a full ring", "tpu")),
     *(("int8, several written to pages", backend) for backend in ("xla", "tpu")),
     ("fp8, written to a ring", "tpu"),
@@ -219,7 +226,7 @@ def test_short_rows(name, backend, monkeypatch):
 def test_written_blocks_that_are_one_part(monkeypatch):
     """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)
-    case = Case((0, 1, 256, 257, 600, 768, 0, 513), heads=1, size=128, slots=768, stored="float8_e4m3fn", writes=True)
+    case = Case((0, 256, 257, 768), heads=1, size=128, slots=768, stored="float8_e4m3fn", writes=True)
     check(case, "tpu")
 
 

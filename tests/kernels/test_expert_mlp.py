@@ -82,11 +82,11 @@ CASES = {
     "none": Case(((), ())),
     "one, by the last": Case(((),) * 16 + ((3,),)),
     "all": Case(((0, 1), (2, 3), (1, 2)), stacked=False),
-    "bias": Case(((1, 3), ()), bias=True),
+    "bias, scaled inputs": Case(((1, 3), (0,), ()), bias=True, scale_input=True),
     "scaled inputs": Case(((1, 3), (0,)), scale_input=True),
     "int8": Case(((1, 3), (), (0, 3)), scheme="int8", bias=True),
     "mxfp4": Case(((1, 3), (), (0, 3)), dim=160, hidden=96, scheme="mxfp4", bias=True),
-    "mxfp8": Case(((1,), (0, 3)), dim=32, hidden=64, scheme="mxfp8", stacked=False),
+    "mxfp8": Case(((0, 1), (2, 3), (1, 2)), dim=32, hidden=64, scheme="mxfp8", stacked=False),
 }
 # In pieces of their width.
 WIDE = {
@@ -101,7 +101,11 @@ WIDE = {
 RACES = ("some", "none", "pieces", "pieces, mxfp4")
 
 
-@on_backends(CASES, ("xla", "tpu"), RACES, further=[("mxfp4", "tpu"), ("mxfp8", "xla")])
+# With a bias there are scaled inputs too, and all experts of mxfp8.
+FURTHER = [("mxfp4", "tpu"), ("mxfp8", "xla"), ("all", "tpu"), ("scaled inputs", "xla"), ("scaled inputs", "tpu")]
+
+
+@on_backends(CASES, ("xla", "tpu"), RACES, further=FURTHER)
 @pytest.mark.fast_cases(3)
 def test_equals_the_oracle(name, backend):
     run = partial(expert_mlp, backend={"xla": "xla", "tpu": "pallas_tpu"}[backend])

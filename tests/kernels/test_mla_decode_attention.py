@@ -39,8 +39,8 @@ CASES = {
 }
 
 RACES = ("lengths", "pages", "several queries")
-# Blocks within a page, which rows without pages have too.
-FURTHER = [("pages of more than a block", backend) for backend in ("xla", "tpu")]
+# Blocks within a page, which rows without pages have too; pages, which drawn examples have.
+FURTHER = [*(("pages of more than a block", backend) for backend in ("xla", "tpu")), ("pages", "xla")]
 
 
 @pytest.fixture(autouse=True)

@@ -52,9 +52,12 @@ CASES = {
 WRITTEN = ("two tiles of heads", "pages of blocks, bfloat16")
 
 
-# What is new is written in the cases that are release here, and their results are compared there, too.
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.release] * (x in WRITTEN)) for x in CASES])
-@pytest.mark.fast_cases(2)
+# What is new is written in two of them, and their results are compared there, too; drawn lengths are in
+# `test_attention_properties`.
+FURTHER = (*WRITTEN, "lengths")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.release] * (x in FURTHER)) for x in CASES])
 def test_equals_the_oracle(name):
     CASES[name].check(partial(one_query, RUN))
 

@@ -75,7 +75,7 @@ def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     check(x, tensor.stack, exact, blocks_=chosen)
 
 
-@pytest.mark.parametrize("name", ["int8", pytest.param("mxfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["int8", pytest.param("mxfp4", marks=pytest.mark.release)])
 def test_it_multiplies_by_weights_that_are_on_chip(name):
     rng = np.random.default_rng(2)
     tensor, exact = packed(name, numbers(rng, 1, 2, 256, 384))
@@ -191,7 +191,7 @@ def test_inputs_are_padded(name):
     [
         ((128, 2, 3, 64), (axes.EMBED, axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM), 1),
         ((2, 2, 64, 96), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM, axes.EMBED), 3),
-        ((128, 2, 96), (axes.EMBED, axes.GATE_UP, axes.MLP), 1),
+        pytest.param((128, 2, 96), (axes.EMBED, axes.GATE_UP, axes.MLP), 1, marks=pytest.mark.release),
     ],
     ids=["queries", "output", "gate and up"],
 )

@@ -39,7 +39,9 @@ def norm_of(x, weight, eps=1e-5):
     return exact / np.sqrt(np.mean(exact**2, axis=-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
 
-@pytest.mark.parametrize(("splits", "rows", "width"), [(1, 1, 96), (5, 3, 320), (56, 8, 1024)])
+@pytest.mark.parametrize(
+    ("splits", "rows", "width"), [(1, 1, 96), pytest.param(5, 3, 320, marks=pytest.mark.release), (56, 8, 1024)]
+)
 def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
     partials, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
     weight = draw(width, 1, jnp.bfloat16, 2)
@@ -162,7 +164,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
+@pytest.mark.parametrize("scheme", ["mxfp4", pytest.param("int8", marks=pytest.mark.release)])
 def test_partial_sums_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantized(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)

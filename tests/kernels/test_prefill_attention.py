@@ -30,20 +30,20 @@ CASES = {
         (0, 1, 200), width=16, group=4, heads=1, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}
     ),
     "ring, sinks": Case((5, 1003), slots=256, group=1, ring=True, sinks=True, options={"window": 200}),
-    "pages": Case((0, 1, 16, 17, -1, 80), slots=16, columns=7, layers=2, group=1),
+    "pages": Case((1, 16, -1, 80), slots=16, columns=7, layers=2, group=1),
     "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
-    "listed blocks": Case((0, 130, 700, -1), width=128, slots=896, listed=5, group=1),
+    "listed blocks": Case((130, 700, -1), width=128, slots=896, listed=5, group=1),
     "int8": Case((1, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
     "keys are values, large logits": Case((0, 130), slots=256, heads=1, one=True, loudness=1e4, sinks=True),
 }
 MORE_CASES = {
-    "wide window": Case((0, 1, 270, 700), slots=768, heads=1, group=1, options={"window": 600}),
     "fp8, half precision, softcap": Case(
         (1, 270, -1), width=32, slots=384, layers=2, heads=1, dtype=jnp.bfloat16, stored=FP8, options={"softcap": 20.0}
     ),
-    "two tiles, the last one not full": Case((0, 130), width=384, slots=640, group=1, heads=1),
-    "beyond the cache": Case((500, 360), width=64, slots=384),
-    "odd groups of size 256": Case((3, 130), size=256, group=3, heads=1),
+    "two tiles, the last one not full, wide window": Case(
+        (0, 130, 380), width=384, slots=768, group=1, heads=1, options={"window": 600}
+    ),
+    "odd groups of size 256, beyond the cache": Case((3, 130, 360, 500), size=256, slots=384, group=3, heads=1),
     "pages of blocks": Case((0, 224, 250), slots=256, columns=2),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=7, ring=True, options={"window": 60}),
     "int8, pages, of 8 of 16 heads": Case((0, 1, 300), slots=128, columns=4, heads=16, group=1, stored="int8"),
@@ -67,10 +67,10 @@ RACES = ("ring, sinks", "pages", "listed blocks", "int8")
 # Options together that other cases have one by one, and positions of any kind, which drawn examples have too.
 FURTHER = {
     *(("positions dealt out", backend) for backend in ("tpu", "gpu")),
-    *(("wide window", "gpu"), ("beyond the cache", "tpu")),
-    *(("two tiles, the last one not full", backend) for backend in ("xla", "gpu")),
-    *((name, backend) for name in ("pages of blocks", "ring of pages") for backend in ("xla", "tpu")),
-    ("fp8, listed blocks, window, sinks", "tpu"),
+    *((name, backend) for name in ("starts at edges of blocks", "pages of blocks") for backend in BACKENDS),
+    *(("ring of pages", backend) for backend in ("xla", "tpu")),
+    ("two tiles, the last one not full, wide window", "gpu"),
+    *(("fp8, listed blocks, window, sinks", "tpu"), ("int8, pages, of 8 of 16 heads", "xla")),
 }
 
 

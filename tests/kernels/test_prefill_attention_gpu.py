@@ -121,12 +121,12 @@ def test_lowers_to_triton(size, columns):
 @pytest.mark.parametrize(
     "case",
     [
-        Case((0, 30, 140, -1), width=16, slots=160),
+        pytest.param(Case((0, 30, 140, -1), width=16, slots=160), marks=pytest.mark.release),
         pytest.param(
             Case((5, 100), width=16, slots=32, columns=5, sinks=True, options={"softcap": 4.0}),
             marks=pytest.mark.release,
         ),
-        Case((3, 90, 200), width=16, slots=64, sinks=True, ring=True, options={"window": 40}),
+        Case((0, 90, 200, -1), width=16, slots=64, sinks=True, ring=True, options={"window": 40}),
     ],
     ids=["rows", "pages", "ring"],
 )
