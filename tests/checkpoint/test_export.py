@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from inferlib import LLM, TextSample, calibrate, export
 from inferlib.checkpoint import compressed_tensors
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.conversion import convert
+from inferlib.models.quantization import Quantization
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.cli_model import Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
@@ -86,6 +88,16 @@ def test_transformers_and_this_library_read_the_same_model(model, tmp_path, sche
     assert (
         1e-4 < np.sqrt(np.mean((ours - original) ** 2)) / original.std() < 0.8
     )  # random weights do not bear four bits
+    if family == "phi3":
+        assert_the_model_of_the_other_format(out, ours)
+
+
+def assert_the_model_of_the_other_format(out: Path, logits: np.ndarray) -> None:
+    """The same values and scales, with the head written whole."""
+    tensors = {name: array for file in out.glob("*.safetensors") for name, array in load_file(file).items()}
+    assert {name.rpartition(".")[2] for name in tensors} == {"weight", "weight_packed", "weight_scale", "weight_shape"}
+    assert tensors["lm_head.weight"].shape == (264, 64)
+    np.testing.assert_allclose(logits, logits_of(out.with_name("calibrated")), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -109,30 +121,29 @@ def test_values_are_packed_as_the_package_packs_them(model, tmp_path):
         np.testing.assert_array_equal(compressed_tensors._packed(values.astype(dtype)), expected)
 
 
-@pytest.mark.slow
-def test_it_is_the_model_of_the_other_format(model, tmp_path):
-    """The same values and scales, with the head written whole."""
-    out = exported(checkpoint(model, tmp_path / "model"), tmp_path / "out", "int4", "nearest")
-    tensors = {name: array for file in out.glob("*.safetensors") for name, array in load_file(file).items()}
-    assert {name.rpartition(".")[2] for name in tensors} == {"weight", "weight_packed", "weight_scale", "weight_shape"}
-    assert tensors["lm_head.weight"].shape == (264, 64)
-    np.testing.assert_allclose(logits_of(out), logits_of(tmp_path / "calibrated"), rtol=0, atol=1e-4)
+REFUSED: dict[str, dict[str, Any]] = {
+    "int4, int8, int8_a8, fp8 and fp8_a8": asdict(Quantization.named("mxfp4")),
+    "without lowrank": {"rank": 4},
+    "hadamard:merged or spinquant:merged instead of hadamard": {"rotation": 64},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "scheme", "method", "words"),
-    [
-        ("llama", "mxfp4", "", "int4, int8, int8_a8, fp8 and fp8_a8"),
-        ("llama", "int4", "nearest+lowrank:4", "without lowrank"),
-        ("llama", "int8", "hadamard+nearest", "hadamard:merged or spinquant:merged instead of hadamard"),
-        ("gpt_oss", "int8", "", "has all experts of a layer"),
-    ],
-)
-def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path, family, scheme, method, words):
-    path = checkpoint(model, tmp_path / "model", family)
-    with pytest.raises(ConfigurationError, match=words):
-        exported(path, tmp_path / "out", scheme, method)
+def test_what_has_no_form_is_refused_before_anything_is_written(model, tmp_path):
+    """Nor is a weight read before: the manifest says what they are. Experts are those of a family."""
+    llama, experts = (tmp_path / "quantized" / family for family in ("llama", "gpt_oss"))
+    llama.parent.mkdir()
+    for path in (llama, experts):
+        original = checkpoint(model, tmp_path / path.name, path.name)
+        convert(original, path, quantization="int8", dtype="float32", progress=False)
+    manifest = json.loads((llama / "inferlib.json").read_text())
+    for words, changes in REFUSED.items():
+        changed = manifest | {"quantization": manifest["quantization"] | changes}
+        (llama / "inferlib.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigurationError, match=words):
+            export(llama, tmp_path / "out", progress=False)
+    with pytest.raises(ConfigurationError, match="has all experts of a layer"):
+        export(experts, tmp_path / "out", progress=False)
     assert not list(tmp_path.glob("out*"))
 
 

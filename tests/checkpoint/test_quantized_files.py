@@ -61,25 +61,25 @@ def _dequantized(arrays: tuple[jax.Array, ...], scheme: Scheme, contracting: tup
 
 
 @pytest.mark.slow
-def test_converted_weights_are_those_made_at_load(tmp_path):
-    """On meshes that copy heads and pad the vocabulary, of stacked layers; also made from floats. `test_convert` has
+@pytest.mark.parametrize(
+    ("name", "parallel"), [("mxfp4", "tp=5"), pytest.param("int8", "tp=4", marks=pytest.mark.release)]
+)
+def test_converted_weights_are_those_made_at_load(name, parallel, tmp_path):
+    """On a mesh that copies heads and pads the vocabulary, of stacked layers; also made from floats. `test_convert` has
     each scheme on one device."""
     original = make_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=2, **SMOLLM2_HEADS)
-    floats = tmp_path / "floats"
+    floats, out = tmp_path / "floats", tmp_path / name
     convert(original, floats, dtype="float32", progress=False)
-    for name in ("int8", "mxfp4"):
-        out = tmp_path / name
-        stored = convert(original, out, dtype="float32", quantization=name, progress=False)
-        assert ModelFiles.open(out).nbytes == stored < ModelFiles.open(floats).nbytes
-        parallel = "tp=4" if name == "int8" else "tp=5"
-        want = whole(*load(original, name, parallel, scan=True))
-        for path in (out, floats):
-            for part, weight in whole(*load(path, name, parallel, scan=True)).items():
-                np.testing.assert_array_equal(weight, want[part], err_msg=f"{path.name} {part}")
-        files = ModelFiles.open(out)
-        assert files.quantization(None) == files.quantization(name) == Quantization.named(name)
-        with pytest.raises(CheckpointError, match=f"{name} weights, which cannot become fp8"):
-            files.quantization("fp8")
+    stored = convert(original, out, dtype="float32", quantization=name, progress=False)
+    assert ModelFiles.open(out).nbytes == stored < ModelFiles.open(floats).nbytes
+    want = whole(*load(original, name, parallel, scan=True))
+    for path in (out, floats):
+        for part, weight in whole(*load(path, name, parallel, scan=True)).items():
+            np.testing.assert_array_equal(weight, want[part], err_msg=f"{path.name} {part}")
+    files = ModelFiles.open(out)
+    assert files.quantization(None) == files.quantization(name) == Quantization.named(name)
+    with pytest.raises(CheckpointError, match=f"{name} weights, which cannot become fp8"):
+        files.quantization("fp8")
 
 
 # ---- as they are shipped
