@@ -100,7 +100,13 @@ def arrays_of(path) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_bits(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "interruptions",
+    # While it learns nothing is there yet, as when a run begins.
+    [[(Job, "layer")], pytest.param([(Learned, "save"), (Job, "layer")], marks=pytest.mark.release)],
+    ids=["later", "while it learns and later"],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bits(interruptions, model, tmp_path, monkeypatch):
     """Interrupted while it learns, it learns anew. Interrupted later, it takes what it has learned."""
     (tmp_path / "source").symlink_to(model)
     report = calibrate(model, tmp_path / "whole", **_OPTIONS)
@@ -109,7 +115,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(model, tmp_path, monkeypatc
     def stops(*_, **__):
         raise Interrupted
 
-    for what in (Learned, "save"), (Job, "layer"):
+    for what in interruptions:
         with monkeypatch.context() as patch:
             patch.setattr(*what, stops)
             with pytest.raises(Interrupted):

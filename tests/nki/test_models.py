@@ -18,8 +18,8 @@ FAMILIES = [
     pytest.param("deepseek_v3", {"num_hidden_layers": 2}, marks=pytest.mark.release),
     # Its sinks are among the cases of `test_kernels`.
     pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.release),
-    # A sliding window, whose ring wraps, and a softcap.
-    pytest.param("gemma2", {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0}, marks=pytest.mark.slow),
+    # A sliding window, whose ring wraps, and a softcap, as cases of `test_kernels` have them.
+    pytest.param("gemma2", {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0}, marks=pytest.mark.release),
 ]
 
 

@@ -35,8 +35,15 @@ OPTIONS = {
 }
 
 
-# One program instead of one for each operation.
-merge = jax.jit(merge_attention)
+# A limit is one number of a mask, whatever else there is: it is tried without options, and with all.
+LIMITED = ("dense", "ring of all options")
+OF_LIMITS = [
+    pytest.param(name, limit, marks=[pytest.mark.release] * (limit is not None and name not in LIMITED))
+    for name in OPTIONS
+    for limit in (None, 17)
+]
+# One program instead of one for each operation, and of all cases.
+merge, whole = jax.jit(merge_attention), jax.jit(partial(decode_attention, scale=SCALE))
 
 
 def random_queries(*shape: int) -> np.ndarray:
@@ -68,8 +75,7 @@ def cache_of(history, slots, first, stop, ring):
     return cache
 
 
-@pytest.mark.parametrize("limit", [None, 17])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "limit"), OF_LIMITS)
 def test_decode(name, limit):
     """Rows of length 0, 1 and more among more pages than rows; a ring of 9 slots wraps twice."""
     options, lengths = OPTIONS[name], [17, 1, 0, 9, 10, 16]
@@ -88,8 +94,7 @@ def test_decode(name, limit):
         np.testing.assert_allclose(lse[row], np.broadcast_to(expected[1], lse[row].shape), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("limit", [None, 17])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "limit"), OF_LIMITS)
 def test_prefill(name, limit):
     """Chunks of 4 in rows of any order, at the start, in the middle and behind a wrap; one is absent."""
     options, width = OPTIONS[name], 4
@@ -151,7 +156,6 @@ def test_merged_parts_equal_the_whole(cuts):
     """Any split of 12 keys gives the same answer, also with empty parts; a row without any key stays empty."""
     history, q = random_history(2, 12), random_queries(2)
     bounds = [0, *cuts, 12]
-    whole = jax.jit(partial(decode_attention, scale=SCALE))
     outs, lses = [], []
     for start, stop in itertools.pairwise(bounds):
         k, v = np.full((2, 2, KV, 12, SIZE), np.nan, np.float32)

@@ -214,7 +214,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     ("name", "parallel"),
     [
         ("gemma3n-e4b", "cp=2,tp=2,dp=2"),
-        ("gemma4-26b-a4b", "cp=2,ep=2,tp=2,rules=tp2d"),
+        pytest.param("gemma4-26b-a4b", "cp=2,ep=2,tp=2,rules=tp2d", marks=pytest.mark.release),
         ("deepseek-v2-lite", "cp=2,tp=2,ep=2"),
         ("qwen3-next-80b-a3b", "ep=4,tp=2"),
         ("nemotron-h-8b", "tp=8"),
@@ -234,7 +234,7 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["change", "kl"])
+@pytest.mark.parametrize("rule", [pytest.param("change", marks=pytest.mark.release), "kl"])
 def test_collectives_of_a_loop_that_tokens_leave_are_those_recorded(rule):
     """As if none left it."""
     config, shards = config_from_hf(load("parcae-370m")), planned_shards(Parallelism.parse("cp=2,tp=2,dp=2"))
