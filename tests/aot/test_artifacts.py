@@ -264,7 +264,7 @@ def loaded_with_the_same_tokens(folder: Path, model: Path) -> LLM:
 @pytest.mark.slow
 def test_programs_with_a_head(model, tmp_path):
     folder, head = tmp_path / "compiled", make_head(tmp_path / "head", model, 100)
-    result = compile_into(folder, model, "--speculation", f"eagle3:{head}:2", "--modes", "greedy")
+    result = compile_into(folder, model, "--speculation", f"eagle3:{head}:1", "--modes", "greedy")
     assert result.exit_code == 0, result.output
     assert loaded_with_the_same_tokens(folder, model).stats.drafts
     hf = json.loads((head / "config.json").read_text())

@@ -182,8 +182,14 @@ def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of,
     stored = stored_model(files.config, "float32", files.quantization(None))
     arrays = files.load(stored)
     weights = QuantizedWeights(stored, abstract_model(files.config, "float32"))
-    trained, scales = begin(stored, arrays)
-    rounded = [x for w, t, s in zip(stored.weights, trained, scales, strict=True) for x in weights.rounded(w, t, s)]
+
+    @jax.jit  # one program instead of one for each operation
+    def stored_again(trained, scales):
+        triples = zip(stored.weights, trained, scales, strict=True)
+        return [x for of_weight in triples for x in weights.rounded(*of_weight)]
+
+    trained, scales = jax.jit(lambda arrays: begin(stored, arrays))(arrays)
+    rounded = stored_again(trained, scales)
     for spec, one, other in zip(stored.specs, arrays, rounded, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=spec.name)
     tokens = jnp.arange(256).reshape(8, 32)  # so many that inputs are rounded by token
@@ -198,15 +204,23 @@ def test_attention_of_whole_rows_is_that_over_a_cache(model):
     files = ModelFiles.open(model)
     abstract = abstract_model(files.config, "float32")
     arrays, tokens = files.load(abstract), jnp.arange(64).reshape(2, 32)
-    _, expected = hidden_states(abstract, arrays, tokens)
+    expected = jax.jit(lambda arrays: hidden_states(abstract, arrays, tokens)[1])(arrays)
+    decoders = []
+
+    @jax.jit
+    def by_rows(arrays):
+        decoder, hidden = hidden_states(abstract, arrays, tokens)
+        decoders.append(decoder)
+        return hidden
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("inferlib.finetuning.whole_rows.row_kernel", lambda dtype: "cudnn")
         patch.setattr(
             "inferlib.finetuning.whole_rows.take_row_attention",
             lambda decoder, rows, kernel: take_row_attention(decoder, rows, "xla"),
         )
-        decoder, hidden = hidden_states(abstract, arrays, tokens)
-    assert all("attend" in vars(block.attn) for block in decoder.blocks)
+        hidden = by_rows(arrays)
+    assert all("attend" in vars(block.attn) for block in decoders[0].blocks)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-4)
 
 
