@@ -98,17 +98,17 @@ class CellWriter:
             for group in range(pending.shape[0]):
                 pending[group] = 0
 
-    def put(self, group: jax.Array, number: int, blocks: Sequence[Any], at: CellPlace) -> jax.Array:
-        """Put the new cells into the blocks of all arrays, each [K, T, ...], which have arrived in a buffer, and start
-        to copy their tiles to the cache. Returns how many first tiles these are, for `sent`.
+    def put(self, group: jax.Array, number: int, queries: Any, blocks: Sequence[Any], at: CellPlace) -> jax.Array:
+        """Put the new cells behind a row's queries into the blocks of all arrays, each [K, T, ...], which have arrived
+        in a buffer, and start to copy their tiles to the cache. Returns how many first tiles these are, for `sent`.
 
         The code of the first tile has no branches, so that the compiler can mix it with other instructions. In a block
         without new cells it writes the old contents again.
         """
         stream, arrays = self.stream, len(self.staged) // (1 + self.scaled)
-        heads, buffer = stream.query_buffers.shape[1], group * stream.together + number
+        heads, buffer = queries.shape[0], group * stream.together + number
         targets: dict[tuple[int, int], tuple[Any, Any]] = {}  # of tiles in the cache, by their size and number
-        cells = [self._cells(buffer, head, arrays) for head in range(heads)]
+        cells = [self._cells(queries[head].astype(jnp.float32), arrays) for head in range(heads)]
 
         def put_tile(n: int, j: int, start: jax.Array) -> None:
             block, staged = blocks[n], self.staged[n]
@@ -210,9 +210,8 @@ class CellWriter:
                     inside = (start < first + self.new) & (start < self.stream.pages.block)
                     pl.when(inside)(lambda n=n, j=j, start=start: act(n, j, start))
 
-    def _cells(self, buffer: jax.Array, head: int, arrays: int) -> tuple[list[jax.Array], ...]:
-        """The cells of a head, [1, h] each, and if the cache is quantised their scales, [1, 1] each."""
-        rows = self.stream.query_buffers[buffer, head].astype(jnp.float32)
+    def _cells(self, rows: jax.Array, arrays: int) -> tuple[list[jax.Array], ...]:
+        """The cells of a head behind its queries, [1, h] each, and if the cache is quantised their scales, [1, 1]."""
         each = [slice(self.width + c, self.width + c + 1) for c in range(arrays * self.new)]
         if not self.scaled:
             return ([rows[at] for at in each],)

@@ -348,7 +348,7 @@ def _kernel(
             put(buf)
 
     def write(buf, at):
-        writer.sent(buf, writer.put(buf, 0, [copies.at[buf] for copies in scratch.cache], at))
+        writer.sent(buf, writer.put(buf, 0, q_buf.at[buf], [copies.at[buf] for copies in scratch.cache], at))
 
     def put(buf):
         at = writer.of_buffer(buf)

@@ -40,7 +40,8 @@ class Scalars(NamedTuple):
 
 class Inputs(NamedTuple):
     """HBM: q [B, K, R, h] with R = C * G, and new cells behind the queries; k, v [L, N, K, S, h] (or only k), then
-    their scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [rows of a step, R, 128] of bits."""
+    their scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [rows of a step, R, 128] of bits; q of the rows of a
+    step for a kernel that takes rows together."""
 
     q: Any
     cache: tuple
@@ -165,6 +166,8 @@ class Call:
         rows, queries, heads, group, size = self.shape
         width, in_hbm, some = queries * group, pl.BlockSpec(memory_space=pl.ANY), kernel.together
         specs = Inputs(in_hbm, (in_hbm,) * len(inputs.cache))
+        if some > 1:  # where XLA has brought the queries to VMEM, they are read in place
+            specs = specs._replace(q=pl.BlockSpec((some, *inputs.q.shape[1:]), lambda b, _: (b, 0, 0, 0)))
         if inputs.sinks is not None:
             specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
         if inputs.mask is not None:

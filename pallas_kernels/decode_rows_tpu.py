@@ -27,6 +27,7 @@ from inferlib.pallas_kernels.row_stream_tpu import RowStream
 # Chosen by `benchmarks/kernels.py` on v5e, v6e and v7x.
 POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
+MANY = 16  # rows of a step that keep the matrix unit busy; fewer wait for it, and the sooner the less it has in hand
 PLACES = 4  # groups of rows on chip, a power of two
 MOST_PAGES = 8  # of a row: the copies of each are started in line
 RESULTS = 4  # groups whose results are being copied to memory
@@ -67,10 +68,9 @@ def _row_bytes(call: Call, block: int) -> int:
 
 
 class _Scratch(NamedTuple):
-    """q, cache, sums, semaphores: see `RowStream`. results: of `RESULTS` groups. The fields from `staged` on belong to
-    a `CellWriter`."""
+    """cache, sums, semaphores: see `RowStream`. results: of `RESULTS` groups. The fields from `staged` on belong to a
+    `CellWriter`."""
 
-    q: Any
     cache: tuple
     results: tuple
     result_semaphores: Any
@@ -85,7 +85,6 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
     _, queries, heads, group, size = call.shape
     width, buffers = queries * group, PLACES * together
     scratch = _Scratch(
-        q=pltpu.VMEM((buffers, *q.shape[1:]), q.dtype),
         cache=tuple((pltpu.VMEM((together, heads, pages.block, *x.shape[4:]), x.dtype),) * PLACES for x in cache),
         results=(
             pltpu.VMEM((RESULTS, together * heads, width, size), q.dtype),
@@ -93,7 +92,7 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pag
         ),
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
         sums=pltpu.SMEM((PLACES,), jnp.int32),
-        semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), PLACES)),
+        semaphores=pltpu.SemaphoreType.DMA((len(cache), PLACES)),
     )
     return scratch._replace(**writer_scratch(cache, buffers, queries, together)) if call.writes else scratch
 
@@ -113,9 +112,7 @@ def _kernel(
         pages,
         together,
         *scalars[:4],
-        inputs.q,
         outputs.cache if call.writes else inputs.cache,  # the same memory
-        scratch.q,
         scratch.cache,
         scratch.sums,
         scratch.semaphores,
@@ -136,24 +133,29 @@ def _kernel(
     if call.writes:
         writer.wait(place)
     results.make_room(group)
-    rows = [_Row(call, pages, inputs, scratch, stream, group, number) for number in range(together)]
-    each = [(row, head) for row in rows for head in range(heads)]
-    logits, taken = [], []
+    beside = 2 if together >= MANY else 1
+    sides = [_Side(call, pages, inputs, stream, group, range(n, n + beside)) for n in range(0, together, beside)]
+    each = [(side, head) for side in sides for head in range(heads)]
+    logits, taken = [], {}
     sent: Any = 0
     positions: Any = 0
-    for row in rows:  # a row's products start while the scalar unit computes where the next row's cells go
+    for side in sides:  # products start while the scalar unit computes where the next rows' cells go
         if call.writes:
-            sent += writer.put(place, row.number, row.blocks, writer.of_row(row.row))
-        logits += [row.logits(head) for head in range(heads)]
-    tops = [row.top(head, s) for (row, head), s in zip(each, logits, strict=True)]
-    for (row, head), s, top in zip(each, logits, tops, strict=True):
-        taken.append(row.take(head, s, top))
-        if head == heads - 1:  # the row's cells have been read, and the copies of later ones may follow
-            positions += stream.start_row(following, row.number)
+            for row, number, blocks in zip(side.rows, side.numbers, side.blocks, strict=True):
+                sent += writer.put(place, number, inputs.q.at[number], blocks, writer.of_row(row))
+        logits += [side.logits(head) for head in range(heads)]
+    tops = [side.top(head, s) for (side, head), s in zip(each, logits, strict=True)]
+    for (side, head), s, top in zip(each, logits, tops, strict=True):
+        for number, result in zip(side.numbers, side.take(head, s, top), strict=True):
+            taken[number, head] = result
+        if head == heads - 1:  # the rows' cells have been read, and the copies of later ones may follow
+            for number in side.numbers:
+                positions += stream.start_row(following, number)
     if call.writes:
         writer.sent(place, sent)
-    results.put(group, taken, [row.live == 0 for row, _ in each])
-    stream.end_start(following, positions)
+    dead = [live == 0 for side in sides for live in side.live for _ in range(heads)]
+    results.put(group, [taken[at] for at in sorted(taken)], dead)
+    stream.started(following, positions)
     results.send(group)
 
     def end():
@@ -170,73 +172,115 @@ def _writer(call: Call, scalars: Scalars, stream: RowStream, scratch: _Scratch) 
     return CellWriter(stream, queries, queries * group, scaled, scalars.written, *copies)
 
 
-class _Row:
-    """A row in a buffer, the `number`-th of its group. Logits are in units of log 2, as exponentials have base 2."""
+class _Side:
+    """Rows in buffers, of these numbers in their group, whose products are made together.
+
+    The cells of n rows lie side by side in the matrix unit, and their queries below one another, n * R. Logits are in
+    units of log 2, as exponentials have base 2.
+    """
 
     def __init__(
-        self, call: Call, pages: Pages, inputs: Inputs, scratch: _Scratch, stream: RowStream, group: Any, number: int
+        self,
+        call: Call,
+        pages: Pages,
+        inputs: Inputs,
+        stream: RowStream,
+        group: Any,
+        numbers: Sequence[int],
     ):
-        self.call, self.pages, self.number, place = call, pages, number, stream.place(group)
-        self.row = group * stream.together + number
-        self.live = stream.live[self.row]
-        self.q, self.buffer = scratch.q, place * stream.together + number
-        self.blocks = [stream.block(n, place, number) for n in range(len(scratch.cache))]
-        self.cells, self.scales, self.sinks = self.blocks[: call.arrays], self.blocks[call.arrays :], inputs.sinks
+        self.call, self.pages, self.numbers, place = call, pages, numbers, stream.place(group)
+        self.rows = [group * stream.together + n for n in numbers]
+        self.live = [stream.live[row] for row in self.rows]
+        self.blocks = [[stream.block(x, place, n) for x in range(len(stream.arrays))] for n in numbers]
+        self.q, self.sinks = inputs.q, inputs.sinks
         _, queries, _, group, _ = call.shape
         self.width, self.exact = queries * group, lax.Precision.HIGHEST if self.q.dtype == jnp.float32 else None
-        query: Any = self.live - queries
+        masks = [None if inputs.mask is None else inputs.mask[n] for n in numbers]
+        self.seen = self._stacked([self._seen(live, mask) for live, mask in zip(self.live, masks, strict=True)])
+
+    def _seen(self, live: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """Which positions the queries of a row see, [R, T] or, if all see the same, [1, T]."""
+        _, queries, _, group, _ = self.call.shape
+        query: Any = live - queries
         if queries > 1:
             query += lax.div(lax.broadcasted_iota(jnp.int32, (self.width, 1), 0), group)
-        shape = (1 if queries == 1 else self.width, pages.block)
-        position = lax.broadcasted_iota(jnp.int32, shape, 1)
-        self.seen = position <= query
-        if (window := call.options.shared_window) is not None:
-            self.seen &= position > query - window
-        if inputs.mask is not None:
-            bits, new = wide(inputs.mask[number], pages.block), position - (self.live - queries)
+        position = lax.broadcasted_iota(jnp.int32, (1 if queries == 1 else self.width, self.pages.block), 1)
+        seen = position <= query
+        if (window := self.call.options.shared_window) is not None:
+            seen &= position > query - window
+        if mask is not None:
+            bits, new = wide(mask, self.pages.block), position - (live - queries)
             bit = lax.shift_right_logical(bits, jnp.clip(new, 0, MOST_MASKED - 1)) & 1
-            self.seen &= (new < 0) | (bit == 1)
+            seen &= (new < 0) | (bit == 1)
+        return seen
+
+    def _stacked(self, each: Sequence[jax.Array]) -> jax.Array:
+        """[R, n] or [1, n] of each row, below one another."""
+        if len(each) == 1:
+            return each[0]
+        if each[0].dtype == jnp.bool:
+            return self._stacked([x.astype(jnp.int32) for x in each]) != 0
+        return jnp.concatenate([jnp.broadcast_to(x, (self.width, x.shape[1])) for x in each], axis=0)
 
     def logits(self, head: int) -> jax.Array:
-        """[R, T], masked."""
+        """[n * R, T], masked."""
         softcap, scale = self.call.options.softcap, self.call.options.scale * LOG2E
-        q = self.q[self.buffer, head, : self.width, : self.call.key_lanes]
-        keys = self._operand(self.cells[0][head, :, : self.call.key_lanes])
+        lanes = slice(self.call.key_lanes)
+        q = _diagonal([self.q[n, head, : self.width, lanes] for n in self.numbers])
+        # A row's queries meet the keys beside its own as zeros, and zero times NaN is not zero.
+        clean = len(self.rows) > 1
+        keys = jnp.concatenate([self._cells(n, 0, head, lanes, clean) for n in range(len(self.rows))], axis=1)
         s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), self.exact, preferred_element_type=jnp.float32)
         s = s * (scale if softcap is None else scale / (softcap * LOG2E))
         s = self._scaled(s, 0, head)
         return jnp.where(self.seen, s if softcap is None else softcap * LOG2E * jnp.tanh(s), MASKED)
 
     def top(self, head: int, logits: jax.Array) -> jax.Array:
-        """The maximum of each query's logits [R, 128], lanes alike."""
+        """The maximum of each query's logits [n * R, 128], lanes alike."""
         top = jnp.max(logits, axis=1, keepdims=True)
-        return jnp.maximum(top, jnp.full((self.width, LANES), MASKED) if self.sinks is None else self.sinks[head])
+        least = jnp.full((logits.shape[0], LANES), MASKED) if self.sinks is None else self._sinks(head)
+        return jnp.maximum(top, least)
 
-    def take(self, head: int, logits: jax.Array, top: jax.Array) -> tuple[jax.Array, ...]:
-        """Maximum, sum [R, 128] and accumulator [R, h]."""
+    def take(self, head: int, logits: jax.Array, top: jax.Array) -> list[tuple[jax.Array, ...]]:
+        """Of each row, maximum, sum [R, 128] and accumulator [R, h]."""
         p = jnp.exp2(logits - wide(top, self.pages.block))
         total = jnp.broadcast_to(jnp.sum(folded(p), axis=1, keepdims=True), top.shape)
         if self.sinks is not None:
-            total = total + jnp.exp2(self.sinks[head] - top)
-        if self.scales:
+            total = total + jnp.exp2(self._sinks(head) - top)
+        if self.call.cache.scaled:
             p = jnp.where(self.seen, self._scaled(p, 1, head), 0.0)
-        values = self.cells[-1][head]
-        if values.dtype != jnp.int8:  # which is never NaN
-            values = _zero_outside(values, self._first_seen, self.live, self.pages.unit)
+        values = [self._cells(n, self.call.arrays - 1, head) for n in range(len(self.rows))]
         product = functools.partial(jnp.dot, precision=self.exact, preferred_element_type=jnp.float32)
-        return top, total, product(p.astype(self.q.dtype), self._operand(values))
+        acc = product(p.astype(self.q.dtype), jnp.concatenate(values, axis=1))
+        width, size = self.width, self.call.shape[-1]
+        parts = [slice(n * width, (n + 1) * width) for n in range(len(values))]
+        return [(top[at], total[at], acc[at, n * size : (n + 1) * size]) for n, at in enumerate(parts)]
 
-    @property
-    def _first_seen(self) -> jax.Array | None:
-        """Where in the block the first position is that any query sees; None: it is the block's first."""
-        return None if self.call.seen is None else self.live - self.call.seen
+    def _cells(self, n: int, array: int, head: int, lanes: slice = slice(None), clean: bool = True) -> jax.Array:
+        """The n-th row's cells in an array, for the matrix unit; clean: those that no query sees are zeros."""
+        cells, live = self.blocks[n][array][head, :, lanes], self.live[n]
+        if clean and cells.dtype != jnp.int8:  # which is never NaN
+            first = None if self.call.seen is None else live - self.call.seen
+            cells = _zero_outside(cells, first, live, self.pages.unit)
+        return self._operand(cells)
+
+    def _sinks(self, head: int) -> jax.Array:
+        return self._stacked([self.sinks[head]] * len(self.rows))
 
     def _scaled(self, x: jax.Array, n: int, head: int) -> jax.Array:
-        return x * self.scales[n][pl.ds(head, 1)] if self.scales else x
+        if not self.call.cache.scaled:
+            return x
+        return x * self._stacked([blocks[self.call.arrays + n][pl.ds(head, 1)] for blocks in self.blocks])
 
     def _operand(self, x: jax.Array) -> jax.Array:
         """The matrix unit takes fp8 beside bfloat16."""
         return x if self.q.dtype == jnp.bfloat16 and x.dtype == jnp.float8_e4m3fn else x.astype(self.q.dtype)
+
+
+def _diagonal(parts: Sequence[jax.Array]) -> jax.Array:
+    """Arrays [R, h] as blocks of [n * R, n * h], with zeros elsewhere."""
+    zeros, places = jnp.zeros_like(parts[0]), range(len(parts))
+    return jnp.concatenate([jnp.concatenate([x if n == m else zeros for m in places], 1) for n, x in enumerate(parts)])
 
 
 def _zero_outside(values: jax.Array, first: jax.Array | None, end: jax.Array, unit: int) -> jax.Array:

@@ -23,12 +23,12 @@ class RowStream:
     A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live. live
     [B], how many positions are read of each row; layer [1]; origin [B], the slot of a row that the first of them is in,
     None if all are read; table [B * M]: scalars.
-    queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] for n rows, a power of
-    two groups, and for each array `buffers`, as many refs as there are groups: each is [`together`, K, T, ...] and has
-    the same rows of all groups. They are apart so that the compiler knows that a copy to one changes no other, and
-    starts it while rows in the others are computed. sums [groups on chip]: positions of a group's rows; semaphores
-    [1 + arrays, groups on chip], each for an array's copies of a group, so that waits need not go row by row. in_tiles:
-    copy tile by tile, as Pallas' own interpreter knows no copies whose size it learns at run time.
+    arrays, each [L, N, K, S, ...], in HBM; on chip for each array `buffers`, as many refs as there are groups, which
+    are a power of two: each is [`together`, K, T, ...] and has the same rows of all groups. They are apart so that the
+    compiler knows that a copy to one changes no other, and starts it while rows in the others are computed.
+    sums [groups on chip]: positions of a group's rows; semaphores [arrays, groups on chip], each for an array's copies
+    of a group, so that waits need not go row by row. in_tiles: copy tile by tile, as Pallas' own interpreter knows no
+    copies whose size it learns at run time.
     """
 
     pages: Pages
@@ -37,9 +37,7 @@ class RowStream:
     layer: Any
     origin: Any
     table: Any
-    queries: Any
     arrays: Sequence[Any]
-    query_buffers: Any
     buffers: Sequence[Sequence[Any]]
     sums: Any
     semaphores: Any
@@ -77,8 +75,7 @@ class RowStream:
         """Start the copies of the first groups."""
 
         def start(group: jax.Array, _: None) -> None:
-            positions: Any = sum(self.start_row(group, number) for number in range(self.together))
-            self.end_start(group, positions)
+            self.started(group, sum(self.start_row(group, number) for number in range(self.together)))
 
         lax.fori_loop(0, self.ahead, start, None)
 
@@ -109,11 +106,9 @@ class RowStream:
                     column = jnp.where(column == pages.columns, 0, column)
         return count
 
-    def end_start(self, group: jax.Array, positions: jax.Array) -> None:
-        """Start to copy a group's queries, after its rows, which have so many positions."""
-        place = self.place(group)
-        self.sums[place] = positions
-        pl.when(group < self.groups)(self._queries(self.first_row(group), place).start)
+    def started(self, group: jax.Array, positions: Any) -> None:
+        """Tell the stream how many positions the copies of a group's rows have."""
+        self.sums[self.place(group)] = positions
 
     def wait(self, group: jax.Array) -> None:
         """Wait for the rows of a group, of each array for all together.
@@ -121,12 +116,11 @@ class RowStream:
         Only the number of bytes matters in the copies that waits are given.
         """
         place = self.place(group)
-        self._queries(group * self.together, place).wait()
 
         def wait_for(part: Callable[[Any], Any]) -> None:
             for n, copies in enumerate(self.buffers):
                 these = part(copies[0])
-                pltpu.make_async_copy(these, these, self.semaphores.at[1 + n, place]).wait()
+                pltpu.make_async_copy(these, these, self.semaphores.at[n, place]).wait()
 
         def blocks(first: Any, count: Any) -> None:
             wait_for(lambda copies: copies.at[pl.ds(first, count)])
@@ -147,13 +141,6 @@ class RowStream:
         else:
             pl.when(count > 0)(lambda: act(0, count))
 
-    def _queries(self, row: jax.Array, place: jax.Array):
-        """The copy of the queries of a group that begins with this row."""
-        source = self.queries.at[pl.ds(row, self.together)]
-        first = pl.multiple_of(place * self.together, self.together)
-        target = self.query_buffers.at[pl.ds(first, self.together)]
-        return pltpu.make_async_copy(source, target, self.semaphores.at[0, place])
-
     @property
     def _runs(self) -> int:
         """The most pages that a row's positions lie in."""
@@ -171,7 +158,7 @@ class RowStream:
             for n, array in enumerate(self.arrays):
                 here = array.at[self.layer[0], page, :, self._positions(slot + first, count)]
                 there = self.block(n, place, number).at[:, self._positions(done + first, count)]
-                pltpu.make_async_copy(here, there, self.semaphores.at[1 + n, place]).start()
+                pltpu.make_async_copy(here, there, self.semaphores.at[n, place]).start()
 
         self.at_once(positions, copy, self.pages.unit)
 

@@ -223,6 +223,15 @@ def test_short_rows(name, backend, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT_CASES)
+def test_short_rows_side_by_side(name, monkeypatch):
+    """Products of two rows are one, as when there are many. Lengths differ, and what no query sees is NaN."""
+    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name == "short rows" else (4,))
+    monkeypatch.setattr(decode_rows_tpu, "MANY", 4)
+    check(SHORT_CASES[name], "tpu")
+
+
+@pytest.mark.slow
 def test_written_blocks_that_are_one_part(monkeypatch):
     """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)
