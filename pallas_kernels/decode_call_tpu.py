@@ -29,13 +29,15 @@ class Scalars(NamedTuple):
     """Scalar memory: lengths [B]; layer [1]; origin [B], the slot of the first position that is read; the page table
     [B * M]; written [B], how many of a row's new cells are. For a kernel that takes rows together, lengths are how many
     positions are read; it computes no more scalars than it must. `origin` is None if it is 0, and for a kernel that
-    takes rows one by one also if they are no rings."""
+    takes rows one by one also if they are no rings. alike: for each group of rows that are pages and are taken
+    together, 1 if all are read in the same slots."""
 
     lengths: Any
     layer: Any
     origin: Any = None
     table: Any = None
     written: Any = None
+    alike: Any = None
 
 
 class Inputs(NamedTuple):
@@ -83,6 +85,14 @@ def lay_out(
         bits = jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES))
         inputs = inputs._replace(mask=bits)
     return inputs
+
+
+def _alike(scalars: Scalars, unit: int, together: int) -> jax.Array:
+    """`Scalars.alike` for groups of `together` rows, which are read in whole units."""
+    units = -(-scalars.lengths // unit)
+    slots = [units] if scalars.origin is None else [units, scalars.origin]
+    groups = jnp.stack(slots).reshape(len(slots), -1, together)
+    return jnp.all(groups == groups[:, :, :1], axis=(0, 2)).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,8 @@ class Call:
             scalars = scalars._replace(origin=pages.first(scalars.lengths))
         if cache.ring:  # divided here: the scalar unit is slow at it
             scalars = scalars._replace(origin=lax.rem(scalars.origin, pages.capacity))
+        if kernel.together > 1 and cache.pages is None:
+            scalars = scalars._replace(alike=_alike(scalars, pages.unit, kernel.together))
         if cache.pages is not None:
             last = cache.k.shape[-4] - 1
             scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, last).reshape(-1))

@@ -21,13 +21,15 @@ from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded,
 from inferlib.pallas_kernels.block_stream_tpu import Pages, span
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of, writer_scratch
 from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
+from inferlib.pallas_kernels.generations_tpu import generation
 from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.row_stream_tpu import RowStream
 
 # Chosen by `benchmarks/kernels.py` on v5e, v6e and v7x.
 POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
-MANY = 16  # rows of a step that keep the matrix unit busy; fewer wait for it, and the sooner the less it has in hand
+MANY = 16  # rows of a step that keep the matrix unit busy, so that two rows' products had better be one
+FAST = ("v6e", "v7x")  # more rows are taken together, as a step waits longer for the matrix unit than for memory
 PLACES = 4  # groups of rows on chip, a power of two
 MOST_PAGES = 8  # of a row: the copies of each are started in line
 RESULTS = 4  # groups whose results are being copied to memory
@@ -46,7 +48,7 @@ def rows_kernel(call: Call) -> Kernel | None:
     if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
         return None
     work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
-    for together in TOGETHER:
+    for together in (32, *TOGETHER) if generation() in FAST else TOGETHER:
         fits = together * work <= POSITIONS
         if rows % together == 0 and fits and together * _row_bytes(call, pages.block) <= VMEM_BYTES:
             scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
@@ -112,6 +114,7 @@ def _kernel(
         pages,
         together,
         *scalars[:4],
+        scalars.alike,
         outputs.cache if call.writes else inputs.cache,  # the same memory
         scratch.cache,
         scratch.sums,
@@ -133,7 +136,7 @@ def _kernel(
     if call.writes:
         writer.wait(place)
     results.make_room(group)
-    beside = 2 if together >= MANY else 1
+    beside, more = 2 if together >= MANY else 1, stream.groups > stream.ahead  # than are started at first
     sides = [_Side(call, pages, inputs, stream, group, range(n, n + beside)) for n in range(0, together, beside)]
     each = [(side, head) for side in sides for head in range(heads)]
     logits, taken = [], {}
@@ -148,14 +151,15 @@ def _kernel(
     for (side, head), s, top in zip(each, logits, tops, strict=True):
         for number, result in zip(side.numbers, side.take(head, s, top), strict=True):
             taken[number, head] = result
-        if head == heads - 1:  # the rows' cells have been read, and the copies of later ones may follow
+        if head == heads - 1 and more:  # the rows' cells have been read, and the copies of later ones may follow
             for number in side.numbers:
                 positions += stream.start_row(following, number)
     if call.writes:
         writer.sent(place, sent)
     dead = [live == 0 for side in sides for live in side.live for _ in range(heads)]
     results.put(group, [taken[at] for at in sorted(taken)], dead)
-    stream.started(following, positions)
+    if more:
+        stream.started(following, positions)
     results.send(group)
 
     def end():

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 from inferlib.pallas_kernels.block_stream_tpu import Pages
 
 
@@ -22,7 +22,8 @@ class RowStream:
 
     A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live. live
     [B], how many positions are read of each row; layer [1]; origin [B], the slot of a row that the first of them is in,
-    None if all are read; table [B * M]: scalars.
+    None if all are read; table [B * M]; alike [groups], whether a group's rows are all read in the same slots, None if
+    that is not known: scalars.
     arrays, each [L, N, K, S, ...], in HBM; on chip for each array `buffers`, as many refs as there are groups, which
     are a power of two: each is [`together`, K, T, ...] and has the same rows of all groups. They are apart so that the
     compiler knows that a copy to one changes no other, and starts it while rows in the others are computed.
@@ -37,6 +38,7 @@ class RowStream:
     layer: Any
     origin: Any
     table: Any
+    alike: Any
     arrays: Sequence[Any]
     buffers: Sequence[Sequence[Any]]
     sums: Any
@@ -75,9 +77,45 @@ class RowStream:
         """Start the copies of the first groups."""
 
         def start(group: jax.Array, _: None) -> None:
-            self.started(group, sum(self.start_row(group, number) for number in range(self.together)))
+            if self.alike is None:
+                self._start_each(group)
+            else:
+                alike = self.alike[group] == 1
+                seldom(alike, lambda: self._start_alike(group))
+                seldom(~alike, lambda: self._start_each(group))
 
-        lax.fori_loop(0, self.ahead, start, None)
+        lax.fori_loop(0, min(self.ahead, self.groups), start, None)
+
+    def _start_each(self, group: jax.Array) -> None:
+        """Start the copies of a group row by row."""
+        self.started(group, sum(self.start_row(group, number) for number in range(self.together)))
+
+    def _start_alike(self, group: jax.Array) -> None:
+        """Start the copies of a group's rows, each in a page of its own, that are read in the same slots: one copy for
+        all rows of a buffer."""
+        pages, row = self.pages, self.first_row(group)
+        count = (self.live[row] + pages.unit - 1) & -pages.unit
+        slot = 0 if self.origin is None else self.origin[row]
+        first = jnp.minimum(count, pages.slots - slot)
+        self._start_rows(group, (slot, 0), first)
+        if self._runs > 1:  # behind the end of a ring
+            self._start_rows(group, (0, first), count - first)
+        self.started(group, count * self.together)
+
+    def _start_rows(self, group: jax.Array, places: tuple[Any, Any], positions: jax.Array) -> None:
+        """Start to copy so many positions, if any, of all rows of a group, from a slot to a place in their blocks."""
+        (slot, done), place, share = places, self.place(group), self.together // self.places
+
+        def copy(first: Any, count: Any) -> None:
+            for n, array in enumerate(self.arrays):
+                for part, buffer in enumerate(self.buffers[n]):
+                    rows = pl.ds(self.first_row(group) + part * share, share)
+                    here = array.at[self.layer[0], rows, :, self._positions(slot + first, count)]
+                    mine = pl.ds(pl.multiple_of(place * share, share), share)
+                    there = buffer.at[mine, :, self._positions(done + first, count)]
+                    pltpu.make_async_copy(here, there, self.semaphores.at[n, place]).start()
+
+        self.at_once(positions, copy, self.pages.unit)
 
     def start_row(self, group: jax.Array, number: int) -> jax.Array:
         """Start the copies of the `number`-th row of a group, if there is one, and return how many positions they have.

@@ -102,6 +102,20 @@ SHORT_CASES = {
         options={"window": 64},
         writes=True,
     ),
+    "short rows, groups alike": Case(
+        (*(9, 9, 12, 16, 10, 11, 13, 14), *(0, 0, 0, 0, 33, 40, 34, 36), *(31, 32, 25, 26, 0, 1, 2, 40)),
+        slots=48,
+        writes=True,
+    ),
+    "short rows, rings alike": Case(
+        (*(300, 300, 301, 302), *(64, 64, 63, 60), *(0, 0, 0, 0), *(75, 90, 0, 3), *(90, 90, 95, 95)),
+        slots=64,
+        ring=True,
+        dtype=jnp.bfloat16,
+        sinks=True,
+        options={"window": 48},
+        writes=True,
+    ),
     "short rows, rings of pages, several written": Case(
         (3, 40, 63, 66, 100, 163, 0, 80), queries=2, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
     ),
@@ -129,11 +143,13 @@ SHORT_CASES = {
 }
 
 
+SIDE_BY_EIGHT = ("short rows", "short rows, groups alike")
 RACES = (
     *("ring of an odd number of units", "pages", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "int8, written to some rows"),
     *("short rows of six steps", "short rows, full rings", "short rows, rings of pages, several written"),
     *("short rows in a ring of pages, a tree, keys that are values", "short rows, int8, written to some"),
+    *("short rows, groups alike", "short rows, rings alike"),
 )
 EARLY = (
     *("pages", "several written to a ring of pages", "short rows of six steps"),
@@ -226,7 +242,7 @@ def test_short_rows(name, backend, monkeypatch):
 @pytest.mark.parametrize("name", SHORT_CASES)
 def test_short_rows_side_by_side(name, monkeypatch):
     """Products of two rows are one, as when there are many. Lengths differ, and what no query sees is NaN."""
-    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name == "short rows" else (4,))
+    monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name in SIDE_BY_EIGHT else (4,))
     monkeypatch.setattr(decode_rows_tpu, "MANY", 4)
     check(SHORT_CASES[name], "tpu")
 
