@@ -29,7 +29,7 @@ from inferlib.pallas_kernels.row_stream_tpu import RowStream
 POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
 MANY = 16  # rows of a step that keep the matrix unit busy, so that two rows' products had better be one
-FAST = ("v6e", "v7x")  # more rows are taken together, as a step waits longer for the matrix unit than for memory
+MORE = ("v6e", "v7x")  # take 32 rows together if they fit, as products take longer to arrive than elsewhere
 PLACES = 4  # groups of rows on chip, a power of two
 MOST_PAGES = 8  # of a row: the copies of each are started in line
 RESULTS = 4  # groups whose results are being copied to memory
@@ -48,7 +48,7 @@ def rows_kernel(call: Call) -> Kernel | None:
     if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
         return None
     work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
-    for together in (32, *TOGETHER) if generation() in FAST else TOGETHER:
+    for together in (32, *TOGETHER) if generation() in MORE else TOGETHER:
         fits = together * work <= POSITIONS
         if rows % together == 0 and fits and together * _row_bytes(call, pages.block) <= VMEM_BYTES:
             scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
