@@ -42,5 +42,5 @@ def always_fetched(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def changed(checkpoint) -> LLM:
-    """One layer, up to four rows and a step a dispatch, for what changes logits on the host. Leave it idle."""
-    return build_llm(checkpoint("llama", num_hidden_layers=1), Buckets((8,), (2, 4), (64,)), decode_steps=1)
+    """One layer, four rows and a step a dispatch, for what changes logits on the host. Leave it idle."""
+    return build_llm(checkpoint("llama", num_hidden_layers=1), Buckets((8,), (4,), (64,)), decode_steps=1)

@@ -41,7 +41,8 @@ TEXT = TextSample(["".join(map(chr, np.random.default_rng(0).integers(97, 123, 2
 def path(checkpoint, tmp_path_factory):
     """A model with its turns."""
     folder = tmp_path_factory.mktemp("turns") / "ministral"
-    shutil.copytree(checkpoint("ministral"), folder)
+    kinds = ("sliding_attention", "full_attention") * 2  # stacked
+    shutil.copytree(checkpoint("ministral", num_hidden_layers=len(kinds), layer_types=kinds), folder)
     assert calibrate_cache(folder, data=TEXT, progress=False) == TURNS.path_of(folder)
     return folder
 

@@ -245,7 +245,7 @@ def test_interrupt(start):
 
 @pytest.mark.slow
 def test_an_error_on_another_process_ends_process_0(start):
-    (code, _, err), (other, _, other_err) = start(2, "tp=2", "greedy", {"fault": "failing"}).wait()
+    (code, _, err), (other, _, other_err) = start(2, "tp=2", "endless", {"fault": "failing"}).wait()
     assert (code, other) == (1, 1)
     assert lost(1, 0) in err  # perhaps amid a traceback that was being written
     assert other_err.strip().splitlines()[-1] == "RuntimeError: an error of this process"

@@ -137,7 +137,7 @@ def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, kind, jobs, 
 
 @pytest.mark.slow
 def test_nothing_compiles_after_warmup(tight, tmp_path):
-    """Nor what saves snapshots and restores them. Of rings neither: see `test_sparse_prefill.py`."""
+    """Nor what saves snapshots and restores them: states here, and rings by the same programs."""
     llm = tight("qwen3_5_text")
     with new_engine(llm, host_cache=MUCH, disk_cache=tmp_path) as engine:
         llm.warmup(["greedy"])

@@ -211,7 +211,8 @@ def test_an_llm_warms_up_sleeps_and_forgets(checkpoint, alone):
     ("kind", "options"),
     [
         pytest.param("llama", {"parallel": "dp=2", "scan": True}, marks=pytest.mark.release),
-        ("llama", {"parallel": "tp=2,rules=dp_attention"}),
+        # That pages go from mesh to mesh is in `tests/programs/test_page_transfer.py` too.
+        pytest.param("llama", {"parallel": "tp=2,rules=dp_attention"}, marks=pytest.mark.release),
         pytest.param("llama", ATTENTION_APART, marks=pytest.mark.release),
         pytest.param("gpt_oss", {"parallel": "ep=2,tp=2"}, marks=pytest.mark.release),
     ],

@@ -248,10 +248,10 @@ def test_a_row_that_is_lost_before_a_dispatch_gets_nothing():
 
 @pytest.mark.slow
 def test_the_least_recently_used_pages_make_room(tight, alone):
-    with new_engine(tight("llama int8")) as engine:
+    with new_engine(tight("llama stacked")) as engine:
         for _ in range(2):
             sequences = crowd(salts=True)
-            assert run(engine, sequences) == [alone("llama int8", s.prompt, 20) for s in sequences]
+            assert run(engine, sequences) == [alone("llama stacked", s.prompt, 20) for s in sequences]
         stats = engine.stats
         assert stats.evicted_pages > 10
         assert stats.cached_tokens > 100
@@ -277,8 +277,8 @@ def test_what_an_error_lost_is_not_cached(kind, tight, alone, monkeypatch):
 
 @pytest.mark.slow
 def test_the_option(checkpoint):
-    path = checkpoint("llama")
-    llm = build_llm(path, LEAST, prefix_caching=False)
+    path = checkpoint("llama", num_hidden_layers=1)
+    llm = build_llm(path, Buckets((8,), (1, 2), (64,)), decode_steps=2, prefix_caching=False)  # the programs of `small`
     assert llm.no_prefix_caching == "prefix_caching is False"
     for _ in range(2):
         assert llm.generate([TRUNK[:40]], dataclasses.replace(GREEDY, max_tokens=2))[0].num_cached_tokens == 0

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, Buckets
 from tests.helpers.llms import build_llm
+from tests.helpers.sequences import run, sequence
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized_programs")]
 
@@ -36,15 +37,14 @@ def test_prompts_are_tokenised_alike(llm):
 
 
 def test_greedy_tokens(llm):
-    """All prompts in one batch, one of them longer than a prefill chunk."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, skip_special_tokens=False)
-    outputs = llm.generate([p["prompt"] for p in PROMPTS], params)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        (result,), steps = output.outputs, certain_steps(prompt)
+    """All prompts in one batch, one of them longer than a prefill chunk. They take the program of `test_logits`."""
+    sequences = [sequence(prompt["prompt_ids"], 40, detail="logits") for prompt in PROMPTS]
+    for prompt, tokens in zip(PROMPTS, run(llm.engine, sequences), strict=True):
+        steps = certain_steps(prompt)
         assert steps >= 10
-        assert result.token_ids[:steps] == prompt["greedy_ids"][:steps]
+        assert tokens[:steps] == prompt["greedy_ids"][:steps]
         if steps == 40:
-            assert result.text == prompt["greedy_text"]
+            assert llm.tokenizer.decode(tokens, skip_special_tokens=False) == prompt["greedy_text"]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt["prompt"][:20])

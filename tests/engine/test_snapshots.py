@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inferlib.config import EngineConfig
 from inferlib.option_checks import ConfigurationError
 from tests.helpers.llms import build_llm, new_engine
+from tests.helpers.poison import tokens_of
 from tests.helpers.sequences import FOUR_ROWS, GREEDY, LEAST, run, sequence
 from tests.helpers.shared_beginnings import (
     BESIDE,
@@ -29,8 +30,7 @@ from tests.helpers.shared_beginnings import (
 )
 
 STATES = ("qwen3_5_text", "kimi_linear")
-MARKS = dict.fromkeys(FAST, ()) | dict.fromkeys(("gemma4_text", "ministral", "kimi_linear"), pytest.mark.release)
-KINDS = [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in BESIDE]
+KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.release) for kind in BESIDE]
 
 
 @pytest.mark.slow
@@ -109,22 +109,29 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["dp=2,cp=2", pytest.param("dp=2,cp=2,tp=2", marks=pytest.mark.release)])
-def test_devices_save_their_parts(parallel, checkpoint, alone):
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("gemma2", "dp=2,cp=2"),
+        *(pytest.param("gpt_oss", x, marks=pytest.mark.release) for x in ("dp=2,cp=2", "dp=2,cp=2,tp=2")),
+    ],
+)
+def test_devices_save_their_parts(family, parallel, checkpoint, llm_of):
     """Each replica has snapshots of its rows, and each device its part of them."""
-    kind = "gpt_oss"
-    options = {"page_size": PAGE, "decode_steps": 1, "snapshots": 2, **BESIDE[kind]}
-    llm = build_llm(checkpoint(kind), FOUR_ROWS, parallel=parallel, **options)
+    options = {"page_size": PAGE, "decode_steps": 1, "snapshots": 2}
+    llm = build_llm(checkpoint(family), FOUR_ROWS, parallel=parallel, **options)
     prompts = [prompt_of(8 * i % 48, i % 3, 5 + i) for i in range(14)]
+    expected = tokens_of(llm_of(family), prompts, dataclasses.replace(GREEDY, max_tokens=20))
     for _ in range(2):
         sequences = [sequence(prompt, 20) for prompt in prompts]
-        assert run(llm.engine, sequences) == [alone(kind, prompt, 20) for prompt in prompts]
+        assert run(llm.engine, sequences) == expected
     assert llm.stats.cached_tokens > 100
     assert all(pages.snapshots.saved == 2 for pages in llm.engine.scheduler.pages)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):
+    """Sampled; greedy ones of one moment are above."""
     llm, prompt = tight("qwen3_5_text"), prompt_of(33, 2, 0)
     params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
 

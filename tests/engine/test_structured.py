@@ -71,15 +71,17 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 @pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
-    the tokens are those of each alone."""
+    the tokens are those of each alone. On the mesh all are scored: so its programs are of one mode."""
     it = llm if parallel in (None, "preempted") else build_llm(path, FOUR_ROWS, parallel=parallel, decode_steps=1)
     preempt, preempted = Scheduler._preempt, []
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, s: (preempted.append(s.params), preempt(self, s)))
-    prompts = random_prompts(LENGTHS)
+    prompts, kinds = random_prompts(LENGTHS), KINDS
+    if it is not llm:
+        kinds = [dataclasses.replace(params, logprobs=params.logprobs or 0) for params in KINDS]
     alone = [outputs(llm, [prompt], params)[0] for prompt, params in zip(prompts, KINDS, strict=True)]
     with new_engine(it, pages=4 if parallel == "preempted" else None):
         for _ in range(2):
-            got = outputs(it, prompts, KINDS)
+            got = outputs(it, prompts, kinds)
             assert [x.token_ids for x in got] == [x.token_ids for x in alone]
             assert [x.text for x in got] == [x.text for x in alone]
             assert_accounted(it.engine)

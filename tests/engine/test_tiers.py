@@ -42,7 +42,9 @@ def page_bytes(llm: LLM) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama stacked", "llama int8", pytest.param("minicpm3", marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "kind", ["llama stacked", *(pytest.param(kind, marks=pytest.mark.release) for kind in ("llama int8", "minicpm3"))]
+)
 def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
     llm, prompt = tight(kind), prompt_of(40, 0, 8)
     with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
