@@ -126,10 +126,9 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", STACKED)
-def test_stacked_layers_decode_as_transformers_does(family, checkpoint):
+def test_stacked_layers_decode_as_transformers_does(family, checkpoint, llm_of):
     """Their logits are those of `test_parity`."""
-    path = checkpoint(family)
-    stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,)), scan=True)
+    path, stacked = checkpoint(family), llm_of(family, True)
     assert any(segment.count > 1 for segment in stacked.engine.model.segments)
     (prompt,) = random_prompts([20], seed=3)
     assert_greedy(path, prompt, *tokens_of(stacked, [prompt], GREEDY))

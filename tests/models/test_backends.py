@@ -53,7 +53,8 @@ RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
 @pytest.mark.parametrize(
     ("family", "changes", "options", "rows", "backend"),
     [
-        ("ministral", WINDOWS | {"head_dim": 24}, TPU, 4, KERNELS),
+        # All kernels for TPUs together are below, and rings in `tests/kernels`.
+        pytest.param("ministral", WINDOWS | {"head_dim": 24}, TPU, 4, KERNELS, marks=pytest.mark.release),
         pytest.param(
             *("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, 3, KERNELS),
             marks=pytest.mark.release,
@@ -162,9 +163,9 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(quantization, b
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),
     [
-        # With branches of low rank below.
+        # With branches of low rank below, where one layer is enough; which norms beside experts do, too.
         *(pytest.param("llama", name, GPU, marks=pytest.mark.release) for name in ("mxfp4", None)),
-        ("qwen3_moe", "int8", "xla"),
+        pytest.param("qwen3_moe", "int8", "xla", marks=pytest.mark.release),
     ],
 )
 def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):
@@ -187,16 +188,20 @@ def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantiz
     assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 0.1 * np.std(logits)
 
 
-def test_norms_that_stand_elsewhere_come_before_their_products(checkpoint):
-    """As Gemma's do."""
-    path = checkpoint("gemma2", num_hidden_layers=1, hidden_size=192, intermediate_size=128, head_dim=32)
+@pytest.mark.parametrize(("family", "named"), [("gemma2", set()), ("qwen3_moe", {"added", "add_norm"})])
+def test_norms_stand_behind_their_products_where_layers_are_dense(family, named, checkpoint):
+    """Gemma's stand elsewhere, and come before their products. Beside a layer of experts, dense ones have both."""
+    sizes = dict(hidden_size=192, intermediate_size=128, head_dim=32)
+    more = dict(decoder_sparse_step=2, moe_intermediate_size=64) if family == "qwen3_moe" else {"num_hidden_layers": 1}
+    path = checkpoint(family, **sizes, **more)
     config = EngineConfig.make("gpu", 1, 64, Buckets((16,), (1,), (64,)), backend=Backend(add_norm=GPU, matmul=GPU))
     options = dict(quantization=Quantization.named("int8"), backend=config.backend)
     programs = ProgramSet.make(abstract_model(ModelFiles.open(path).config, "bfloat16", **options), config)
     key = ProgramKey("greedy", 1, 64)
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert called
-    assert "added" not in called
+    assert {"added", "add_norm"} & set(called) >= named
+    assert ("added" in called) == bool(named)
 
 
 @pytest.mark.slow
@@ -204,7 +209,7 @@ def test_branches_of_low_rank_reach_the_kernels_that_sum_products(checkpoint, mo
     """Tokens and logits are those of XLA's form but for bfloat16; without the branches they would be others."""
     four_bits = Quantization("mxfp4", QUANTIZATIONS["mxfp4"], rank=4)
     monkeypatch.setattr(Quantization, "named", staticmethod(lambda name: four_bits))
-    path = checkpoint("llama", hidden_size=192, intermediate_size=128, head_dim=32)
+    path = checkpoint("llama", num_hidden_layers=1, hidden_size=192, intermediate_size=128, head_dim=32)
     buckets, (tokens,) = Buckets((16,), (1,), (64,)), random_prompts([7])
     options = dict(dtype="bfloat16", quantization="mxfp4", platform="gpu", scan=False)
     kernels = Backend(add_norm=GPU, matmul=GPU, qkv_attention=GPU)

@@ -170,7 +170,7 @@ def test_what_cannot_be_is_named(checkpoint):
         plan_cache(abstract_model(odd, "float32"), rows=1, max_len=64, chunk=8, dtype="int4")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_preempted_rows_of_int4_go_on_with_the_same_tokens(checkpoint):
     """Alone, together, and together in fewer pages than the rows need; of stacked layers."""
     path = checkpoint("ministral", num_hidden_layers=4, layer_types=("sliding_attention", "full_attention") * 2)

@@ -117,13 +117,9 @@ def test_large_sums_are_made_at_once(monkeypatch):
         assert "collective-permute" not in {c.kind for c in recorded}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
-    ("options", "margin"),
-    [
-        pytest.param({"speculation": "ngram:3"}, 1e-3, marks=pytest.mark.release),
-        ({"quantization": "int8", "parallel": "tp=4"}, 0.3),
-    ],
+    ("options", "margin"), [({"speculation": "ngram:3"}, 1e-3), ({"quantization": "int8", "parallel": "tp=4"}, 0.3)]
 )
 def test_options_go_with_lanes(options, margin, paths):
     """Tokens are the best ones, but for what rounding changes."""

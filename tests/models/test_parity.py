@@ -39,7 +39,8 @@ FEWER |= dict.fromkeys(("deepseek-v2-groups", "deepseek-v3-halves", "qwen3-moe-m
 FEWER |= dict.fromkeys(
     ("glm4-moe-normed-biases", "phimoe-longrope-biases", "minimax-plain", "minimax-m2-partial"), _TWO
 )
-FEWER |= dict.fromkeys(("gpt-oss-plain", "gemma4-experts"), _WINDOW)
+FEWER |= dict.fromkeys(("gpt-oss-plain", "gemma4-experts", "gemma3-linear"), _WINDOW)
+FEWER |= dict.fromkeys(("ministral3", "phi3-longrope-long", "llama-dynamic-beyond", "qwen2-moe-mixed"), _TWO)
 FEWER |= {
     "mistral4": {**_TWO, "first_k_dense_replace": 1},
     "llama4": {**_TWO, "no_rope_layer_interval": 2},
@@ -58,7 +59,10 @@ COMBINED += ("exaone4-global", "seed-oss-biases", "ernie4.5-biases", "mistral-no
 COMBINED += ("minicpm3-whole-queries", "minicpm3-yarn", "mixtral-windows", "dots1-windows", "smollm3-windows")
 COMBINED += ("qwen3-windows", "qwen3-moe-mixed", "olmoe-normed-biases", "bamba-biases", "minimax-m2-partial")
 COMBINED += ("phi3-partial", "hunyuan-dynamic", "gpt-oss-plain", "minimax-plain", "nemotron-h-feeds", "qwen3.5-tied")
-COMBINED += ("gemma3n-own-caches", "gemma4-values", "llama-dynamic-within", "mistral3-mistral4")
+COMBINED += ("gemma3n-own-caches", "gemma4-values", "llama-dynamic-within", "mistral3-mistral4", "mistral3-ministral3")
+# Kinds of rotary embedding: `test_rope` has the frequencies of each, and some go in chunks below. Caps: `test_cache`.
+COMBINED += ("llama-linear", "llama-llama3", "llama-yarn-factor", "phi3-longrope-short", "hunyuan-alpha")
+COMBINED += ("gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "gemma2-caps")
 BY_NAME = {case.name: case for case in CASES}
 FIRST = {case.name for n, case in enumerate(CASES) if case.family not in {before.family for before in CASES[:n]}}
 

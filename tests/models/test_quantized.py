@@ -93,7 +93,7 @@ MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @given(w=MATRICES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_codec_is_exact(name, w):
     scheme = ALL[name]
     cached = quantized(jnp.asarray(w), (0,), scheme)
