@@ -262,8 +262,8 @@ def test_replicas_heads_and_positions_on_several_devices(checkpoint):
 
 @pytest.mark.slow
 def test_sleep_and_functions_that_change_logits(twice, without):
-    """Dispatches with such rows draft nothing, and the cache follows."""
-    unchanged = dataclasses.replace(GREEDY, logits_processors=[lambda tokens, logits: logits], max_tokens=8)
+    """Dispatches with such rows draft nothing, and the cache follows. All are scored: programs are of one mode."""
+    unchanged = dataclasses.replace(GREEDY, logits_processors=[lambda tokens, logits: logits], max_tokens=8, logprobs=1)
     jobs = [(TAILS[0], unchanged), FREE[0]]
     expected, llm = run(without, jobs), twice
     for _ in range(2):

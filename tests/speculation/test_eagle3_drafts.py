@@ -16,7 +16,6 @@ from inferlib import LLM, Buckets, Speculation, explain
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.option_checks import ConfigurationError
 from inferlib.outputs import RequestOutput
-from inferlib.programs.counter import compilations
 from tests.helpers.eagle3 import make_head
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine
@@ -96,19 +95,14 @@ def published_counts(path: Path, head: Path, output: RequestOutput) -> np.ndarra
 
 
 @pytest.mark.slow
-def test_nothing_compiles_and_nothing_that_is_not_valid_is_read(llm, without, counts):
-    """Rows with cached prefixes, some of which lose their pages; the second time all is cached. Nothing compiles
-    after the warm-up, whatever a dispatch drafts. Then what is not valid holds NaN before each dispatch, and as many
-    drafts stand. In the end the head's weights are NaN, and so is all that it computes."""
-    counts(0, 1, 3)
+def test_nothing_that_is_not_valid_is_read(llm, without):
+    """Rows with cached prefixes, some of which lose their pages; the second time all is cached. Then what is not valid
+    holds NaN before each dispatch, and as many drafts stand. In the end the head's weights are NaN, and so is all that
+    it computes. Other numbers of drafts, and that nothing compiles, are below."""
     jobs = [(prompt, dataclasses.replace(CHOICE, max_tokens=28)) for prompt, _ in LONGER]
     expected = run(without, jobs)
-    llm.warmup(("sample",))
-    before = compilations()
     for _ in range(2):
         assert_same(run(llm, jobs), expected)
-    assert compilations() == before
-    counts(3)
     wanted, stood, shares = run(without, ALONE), [], []
     for act in (lambda engine: None, lambda engine: shares.append(poison(engine))):
         with before_each_dispatch(llm, act):
