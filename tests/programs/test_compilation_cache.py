@@ -121,8 +121,7 @@ def test_an_llm_keeps_its_programs(tmp_path):
         "a b",
         "--model",
         str(make_model(tmp_path / "model", layers=1)),
-        "--max-tokens",
-        "4",
+        *("--max-tokens", "4", "--max-batch", "1", "--max-len", "32", "--temperature", "0"),
     ]
     texts, files = [], []
     for _ in range(2):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from inferlib import Buckets
 from inferlib.cli import app
+from inferlib.programs.program_set import planned_keys
 from inferlib.serving.structured import warmup_modes
 from tests.helpers.cli_model import COMMAND, error_of, make_model
 from tests.helpers.llms import build_llm
@@ -57,17 +58,36 @@ def test_without_the_extra(monkeypatch):
     assert refused() == "uvicorn is not installed: pip install 'inferlib[serve]'"
 
 
+def ask_in_all_ways(address: str) -> None:
+    """Greedy, sampled and scored completions, one of a given form, and vectors."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+        for options in ({"temperature": 0}, {"seed": 1, "n": 2}, {"logprobs": 2, "echo": True}):
+            client.completions.create(model=NAME, prompt=["ab", "b" * 30], max_tokens=8, **options)
+        body = {"structured_outputs": {"choice": ["yes", "no"]}}
+        client.completions.create(model=NAME, prompt="ab", max_tokens=8, extra_body=body)
+        client.embeddings.create(model=NAME, input=["ab", "b" * 30])
+
+
 @pytest.mark.slow
+def test_all_programs_that_requests_take_are_of_the_warm_up(served_llm, address, monkeypatch):
+    """What `serve` compiles has them, whoever compiled them here; that a warm-up compiles what it names is in
+    `test_engine.py`."""
+    programs, asked = served_llm.engine.programs, set()
+    ready = programs.ready
+    monkeypatch.setattr(programs, "ready", lambda key: asked.add(key) or ready(key))
+    ask_in_all_ways(address)
+    assert {key.mode for key in asked} == {"greedy", "sample", "logprobs", "processed", "embed"}
+    assert asked <= set(planned_keys(served_llm.config, warmup_modes()))
+
+
+@pytest.mark.release
 def test_nothing_compiles_after_the_warm_up(tmp_path):
-    """Greedy, sampled and scored chats, completions and vectors run on what `serve` compiles."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(128,))  # those of the shared server: equal programs
     llm = build_llm(make_model(tmp_path / "model", layers=1), buckets, decode_steps=2)
     llm.warmup(warmup_modes())
     before = llm.compilations
-    with serving(llm) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
-        for options in ({"temperature": 0}, {"seed": 1, "n": 2}, {"logprobs": 2, "echo": True}):
-            client.completions.create(model=NAME, prompt=["ab", "b" * 30], max_tokens=8, **options)
-        client.embeddings.create(model=NAME, input=["ab", "b" * 30])
+    with serving(llm) as address:
+        ask_in_all_ways(address)
     assert llm.compilations == before
     assert llm.stats.program_misses == 0
 
@@ -84,7 +104,7 @@ def test_a_server_ends_when_its_requests_have(tmp_path):
             assert server.poll() is None, log.read_text()
             time.sleep(0.1)
         address = log.read_text().split("is served at ")[1].split("/v1")[0]
-        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
