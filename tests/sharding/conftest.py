@@ -55,8 +55,7 @@ SHAPES = {
     "llama": ("llama", _LAYERS(1)),
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
-    "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
-    "deepseek": ("deepseek_v3", _LAYERS(2)),  # the same, and experts on the second layer
+    "deepseek": ("deepseek_v3", _LAYERS(2)),  # latent attention, and experts on the second layer
     "gpt_oss": ("gpt_oss", {**_LAYERS(1), "layer_types": ["full_attention"]}),  # sinks
     "gpt2": ("gpt2", _LAYERS(1)),  # learned positions
     # Chunks, then a layer without positions and with experts.
