@@ -106,7 +106,7 @@ MACHINE = re.compile(r"(?<![\w.:/])/\w[\w.-]*/|\b[A-Z]:\\")
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # What they show is tested at length elsewhere.
-FURTHER = ("01_", "03_", "08_", "09_", "10_", "11_", "12_", "13_", "14_", "15_")
+FURTHER = ("01_", "03_", "04_", "05_", "06_", "08_", "09_", "10_", "11_", "12_", "13_", "14_", "15_")
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
