@@ -5,7 +5,9 @@ Heads are loaded first and finished later: loads do not move across a reduction,
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -83,9 +85,9 @@ class ProjectedHeads:
 
     def finished(self, heads: Heads, weights: list[jax.Array] | None = None) -> jax.Array:
         """Heads [..., C] float32, rounded, after the norm with `weights`, if any, and their rotation."""
-        factor = norm_factor(heads.squares, *self.inputs_norm)
-        if jnp.ndim(factor):
-            factor = factor[:, None]
+        inputs, eps = self.inputs_norm
+        factor: Any = norm_factor(heads.squares, inputs or 0, eps)
+        factor = factor[:, None] if jnp.ndim(factor) else factor
         x = self._rounded_product(heads.products, factor)
         across = x if heads.partners is None else self._rounded_product(heads.partners, factor)
         if weights is not None and self.norm is not None:
@@ -104,7 +106,8 @@ class ProjectedHeads:
         real = column < self.size
         real = real if isinstance(slot, int) else real & (slot < self.made.shape[-2])
         shares = [()] if self.made.ndim == 3 else [(n,) for n in range(self.made.shape[0])]
-        total = sum(_load(self.made, (*share, token, slot, column), real) for share in shares)
+        parts = [_load(self.made, (*share, token, slot, column), real) for share in shares]
+        total = reduce(operator.add, parts)
         total = total if self.addend is None else total + _load(self.addend, (token, slot, column), real)
         return total, None if self.bias is None else _load(self.bias, (slot, column), real)
 

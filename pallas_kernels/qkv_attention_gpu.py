@@ -273,9 +273,10 @@ def _kernel(
         """Write the row's newest cells and attend to them."""
         key = made.finished(loaded_k, k_weights).astype(k_ref.dtype)
         value = made.finished(loaded_v).astype(v_ref.dtype)
-        new = (numbers < queries) & (numbers >= queries - count)
+        new: Any = (numbers < queries) & (numbers >= queries - count)
         place, exists = cells.cell(jnp.maximum(length - queries + numbers, 0))
-        *place, exists = (x[:, None] if jnp.ndim(x) else x for x in (*place, exists & new))
+        over: list[Any] = [*place, exists & new]
+        *place, exists = (x[:, None] if jnp.ndim(x) else x for x in over)
         for ref, cell in ((k_out, key), (v_out, value)):
             at = *place, jnp.broadcast_to(columns, cell.shape)
             plgpu.store(ref.at[at], cell, mask=exists & (columns < size))

@@ -34,9 +34,7 @@ PROGRAMS = 20 * PROCESSORS  # programs that load their weights: as many as the G
 AHEAD = 8 * PROCESSORS  # programs whose weights are copied three units ahead
 FEWER = 4 * PROCESSORS  # the same, for one row with matrices that have up to SMALL bytes together and are not bfloat16
 SMALL = 26 * 2**20
-SHARED = (
-    12 * PROCESSORS
-)  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking needs warps
+SHARED = 12 * PROCESSORS  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking needs warps
 SHARED_ROWS = 12  # with more rows, there are too few registers for SHARED programs
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # units of a step

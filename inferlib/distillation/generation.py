@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,7 +29,7 @@ def generate_once(
     # What trains afterwards needs memory too.
     on_cpu = jax.default_backend() == "cpu"
     memory, rows = None if on_cpu else 0.3, None if on_cpu else min(_ROWS, len(prompts))
-    options = dict(max_len=length, max_batch=rows, cache_memory=memory, progress=progress)
+    options: dict[str, Any] = dict(max_len=length, max_batch=rows, cache_memory=memory, progress=progress)
     llm = LLM(model, dtype=dtype, generation_config="none", **options)
     try:
         return llm.generate(list(prompts), params, progress=progress)
