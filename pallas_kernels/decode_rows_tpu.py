@@ -246,7 +246,7 @@ class _Side:
         return jnp.maximum(top, least)
 
     def take(self, head: int, logits: jax.Array, top: jax.Array) -> list[tuple[jax.Array, ...]]:
-        """Of each row, maximum, sum [R, 128] and accumulator [R, h]."""
+        """The maximum, the sum [R, 128] and the accumulator [R, h] of each row."""
         p = jnp.exp2(logits - wide(top, self.pages.block))
         total = jnp.broadcast_to(jnp.sum(folded(p), axis=1, keepdims=True), top.shape)
         if self.sinks is not None:
