@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inferlib import LLM, SamplingParams
 from inferlib.checkpoint.eagle3 import Eagle3Files
 from inferlib.cli import app
+from inferlib.distillation import continuations
 from inferlib.distillation.continuations import prompts_of_chats
-from inferlib.distillation.data import Data
+from inferlib.distillation.data import Data, prepare
 from inferlib.distillation.eagle3 import Run, distill_eagle3, open_run
 from inferlib.distillation.record import Record, read_log
 from inferlib.distillation.settings import DistillSettings
 from inferlib.distillation.texts import frequent_tokens, read_texts, rows_of
+from inferlib.model_files import ModelFiles
 from inferlib.models.eagle3 import abstract_head
 from inferlib.models.families import config_from_hf
 from inferlib.option_checks import ConfigurationError
@@ -114,15 +116,20 @@ def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_pa
         assert (out / name).read_bytes() == (whole.out / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_what_the_model_answers_to_chats_is_learned_from(model, with_chats, tmp_path):
-    """Each prompt as the template has it, and its answer behind it."""
-    data = opened(model, with_chats, tmp_path / "head", continuations=0, length=64).data
-    llm, expected = LLM(str(model), progress=False, max_len=64), []
-    for number in range(2):
-        prompt = llm.chat_prompt([{"role": "user", "content": f"alpha {number}"}])
-        params = SamplingParams(temperature=0.0, max_tokens=64 - len(prompt))
-        expected += [*prompt, *llm.generate([prompt], params)[0].outputs[0].token_ids]
+def test_what_the_model_answers_to_chats_is_learned_from(model, with_chats, monkeypatch):
+    """Each prompt as the template has it, and its answer behind it. What it writes is what `LLM` does."""
+
+    def answered(_, prompts, params, **how):
+        room = [sampling.max_tokens for sampling in params]
+        assert room == [how["length"] - len(prompt) for prompt in prompts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7, 8, 9])]) for _ in prompts]
+
+    monkeypatch.setattr(continuations, "generate_once", answered)
+    files, settings = ModelFiles.open(model), DistillSettings(**SMALL | dict(continuations=0, length=64))
+    data = prepare(files, with_chats, settings, dtype="float32", progress=False)
+    render, encode = files.tokenizer.chat_template.render, files.tokenizer.encode
+    chats = [render([{"role": "user", "content": f"alpha {n}"}]) for n in range(2)]
+    expected = [token for chat in chats for token in (*encode(chat, add_special_tokens=False), 7, 8, 9)]
     np.testing.assert_array_equal(data.continued.reshape(-1)[: len(expected)], expected)
 
 
