@@ -56,6 +56,7 @@ def use_compile_cache(folder: str | Path | None = None) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", _ours)
     if path is not None:
+        _date_all(path)
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _FASTEST)
     compilation_cache.reset_cache()  # else JAX keeps to what it decided at its first compilation
@@ -70,6 +71,21 @@ def default_folder() -> Path:
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "inferlib" / "xla" / f"{platform.machine()}-{_cpu()}"
+
+
+def _date_all(folder: Path) -> None:
+    """Give entries without a time of their last use one, in the file that JAX has for it.
+
+    A process that was killed while it wrote leaves such an entry, and so does one that does not bound the folder. JAX
+    looks at all times before it writes, and would write nothing there any more.
+    """
+    try:
+        for entry in folder.glob("*-cache"):
+            used = entry.with_name(f"{entry.name.removesuffix('-cache')}-atime")
+            if not used.exists():
+                used.write_bytes(entry.stat().st_mtime_ns.to_bytes(8, "little"))
+    except OSError as error:  # such as an entry that another process evicts
+        log.debug("entries of %s are not all dated: %s", folder, error)
 
 
 def _cpu() -> str:

@@ -83,6 +83,17 @@ def test_programs_are_taken_from_the_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("jax_without_cache")
+def test_entries_without_a_time_of_use_do_not_keep_others_out(tmp_path, monkeypatch):
+    """As a process leaves them that was killed, or that does not bound the folder. JAX would only warn."""
+    monkeypatch.setattr(compilation_cache, "_FASTEST", 0.0)
+    (tmp_path / "jit_f-0-cache").write_bytes(b"a program")
+    use_compile_cache(tmp_path)
+    run(1)
+    assert len(entries(tmp_path)) > 1
+    assert (tmp_path / "jit_f-0-atime").stat().st_size == 8
+
+
+@pytest.mark.usefixtures("jax_without_cache")
 def test_whose_folder_it_is(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compile_cache()
