@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from inferlib import LLM, Buckets
 from inferlib.ops.by_platform import platform_of, traced_for
@@ -45,6 +46,11 @@ hypothesis.settings.load_profile("suite")
 gc.disable()
 
 MOST_CACHED_BYTES = 1 << 30
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
 MOST_MAPS = 30_000
 
 
@@ -106,6 +112,18 @@ def _one_platform(request: pytest.FixtureRequest) -> Iterator[None]:
     direct = request.path.parent.name in ("kernels", "ops")
     with traced_for(platform_of(jax.devices()[0])) if direct else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _one_folder_of_programs() -> Iterator[None]:
+    """After each test, programs are kept where they were before it: the folder that an LLM is given is that of the
+    whole process, and the next one would take the user's."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    yield
+    if any(getattr(jax.config, name) != value for name, value in before.items()):
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

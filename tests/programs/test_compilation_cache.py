@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as of_jax
 
 from inferlib.config import EngineConfig, EngineOptions
 from inferlib.models.abstract import abstract_model
@@ -24,23 +23,12 @@ from inferlib.programs.keys import ProgramKey
 from inferlib.programs.program_set import ProgramSet, compile_order, planned_keys
 from tests.helpers.cli_model import make_model
 
-_SETTINGS = (
-    "jax_compilation_cache_dir",
-    "jax_compilation_cache_max_size",
-    "jax_persistent_cache_min_compile_time_secs",
-)
-
 
 @pytest.fixture
 def jax_without_cache(monkeypatch):
     """JAX as it is where nobody chose a folder."""
-    before = {name: getattr(jax.config, name) for name in _SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compilation_cache, "_ours", None)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    of_jax.reset_cache()
 
 
 def entries(folder: Path) -> list[Path]:
