@@ -263,10 +263,8 @@ def _kernel(
     before = over_cache.sums_before(sinks_ref, slot, real, (split == 0) & (length > 0))
     older, last = share._replace(stop=jnp.minimum(share.stop, length - count)), length - queries + token
     spans = (last - window + 1, last) if several and window is not None else None
-    carry, weighing = (
-        (jnp.zeros((heads.size, columns.size), jnp.float32), *before, *page),
-        dict(scale=scale, softcap=softcap),
-    )
+    carry = jnp.zeros((heads.size, columns.size), jnp.float32), *before, *page
+    weighing = dict(scale=scale, softcap=softcap)
     sums = over_cache.attend(q, (cells, v_ref), older, carry, spans=spans, **weighing)
 
     def with_new_cells(sums):

@@ -47,7 +47,11 @@ def distill(
     ],
     data: Annotated[
         Path,
-        typer.Option(help='JSON lines with a "text" each, and maybe "split": "held_out".', show_default=False),
+        typer.Option(
+            help='JSON lines with a "text" each, and maybe "split": "held_out"; or with "messages", which the model '
+            "answers first.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path,

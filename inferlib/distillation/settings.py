@@ -83,7 +83,7 @@ class DistillSettings(TrainingSettings):
     draft_vocab: how many of the model's tokens the head can draft, those that the texts have most of; None: 8192, or
     all of a smaller vocabulary. unroll: drafts in a row that the head is trained on (training-time test), each of which
     weighs `decay` times the one before. continuations: how many training rows are beginnings of texts that the model
-    itself goes on with, greedily; half of each batch is of these.
+    itself goes on with, greedily; half of each batch is of these and of its answers to chats.
 
     Raises ConfigurationError for others.
     """

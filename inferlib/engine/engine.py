@@ -518,7 +518,8 @@ class Engine:
 
     def _oldest(self) -> tuple[Dispatch, Any, float | None]:
         """Wait for the oldest dispatch in flight. Its output is on the host. Also the seconds since the device could
-        begin it; None if something was compiled since the dispatch before, as the device did not wait for that."""
+        begin it; None if something was compiled since the dispatch before: the device may have ended long before the
+        host came to look."""
         dispatch, on_device, sent = self._in_flight.popleft()
         start = time.perf_counter()
         output = jax.device_get(on_device)

@@ -36,7 +36,7 @@ class Rows:
         """Raises ConfigurationError for texts that are too short."""
         read = read_texts(texts)
         if read.chats:
-            raise ConfigurationError(f"{texts} has lines with messages, and texts alone can be learned from here")
+            raise ConfigurationError(f"{texts} has lines with messages, which are for distill alone: leave them out")
         training, testing = (rows_of(tokens_of(part, tokenizer), length) for part in (read.training, read.testing))
         for what, part in (("train on", training), ("measure with", testing)):
             if not len(part):

@@ -32,11 +32,9 @@ def applied(function, x: jax.Array) -> jax.Array:
 
 @pytest.fixture
 def folder(tmp_path):
-    before = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (pyright does not know it)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     traced.clear()
-    yield tmp_path / "kernels"
-    jax.config.update("jax_compilation_cache_dir", before)
+    return tmp_path / "kernels"
 
 
 def lower(function, *static) -> str:
