@@ -25,7 +25,8 @@ class AttentionOptions:
 
     window: a query sees the last `window` positions up to its own; an array gives each query or row its own window.
     softcap None: logits are not capped. sinks [K, G]: a learned logit that joins the softmax's denominator. key_size:
-    queries are zero from this number on, as where a cell is key and value at once; None: nowhere.
+    of cells that are keys and values at once, how many numbers the keys have. Queries are zero from this number on, and
+    outputs before it may be anything finite. None: keys and values are apart.
     """
 
     scale: float

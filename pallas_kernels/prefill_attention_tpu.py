@@ -164,7 +164,8 @@ def prefill_attention(
         arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     inputs = _lay_out(q, positions, options.sinks, arrays)
     kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
-    out, lse = _call(kernel, scalars, inputs, blocks, _cost(q.shape, cache, window, blocks, inputs), interpret)
+    scratch = _scratch(inputs, _lanes_of(cache, options)[1], blocks)
+    out, lse = _call(kernel, scalars, inputs, scratch, blocks, _cost(q.shape, cache, window, blocks, inputs), interpret)
     return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
 
 
@@ -214,6 +215,7 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
     return functools.partial(
         _kernel,
         arrays=1 if cache.v is None else 2,
+        lanes=_lanes_of(cache, options),
         scaled=cache.scaled,
         most_listed=most_listed,
         scale=options.scale * LOG2E,
@@ -225,6 +227,14 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
         listed_keys=blocks.of_list,
         edge=blocks.edge,
     )
+
+
+def _lanes_of(cache: KvCache, options: AttentionOptions) -> tuple[int, int]:
+    """Where the keys of a cell end and its values begin, in whole tiles of lanes."""
+    size, keys = cache.k.shape[-1], options.key_size
+    if cache.v is not None or keys is None:
+        return size, 0
+    return min(pl.cdiv(keys, LANES) * LANES, size), keys // LANES * LANES
 
 
 def _cost(
@@ -247,6 +257,7 @@ def _call(
     kernel: Callable[..., None],
     scalars: _Scalars,
     inputs: _Inputs,
+    scratch: _Scratch,
     blocks: Blocks,
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
@@ -269,7 +280,7 @@ def _call(
                 pl.BlockSpec((None, tile, group * size), lambda p, k, t, _: (p, t, k)),
                 pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t)),
             ],
-            scratch_shapes=[_scratch(inputs, blocks)],
+            scratch_shapes=[scratch],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((chunks, width, heads * group * size), inputs.q.dtype),
@@ -283,7 +294,8 @@ def _call(
     )(scalars, inputs)
 
 
-def _scratch(inputs: _Inputs, blocks: Blocks) -> _Scratch:
+def _scratch(inputs: _Inputs, first_value: int, blocks: Blocks) -> _Scratch:
+    """first_value: where the values of a cell begin."""
     (heads, group, _, _, size), cache, keys = inputs.q.shape, inputs.cache, blocks.keys
     stacked, parts = blocks.stacked(group), blocks.queries // blocks.part
     products, count = parts * (group // stacked), stacked * blocks.part
@@ -298,7 +310,7 @@ def _scratch(inputs: _Inputs, blocks: Blocks) -> _Scratch:
         decay=pltpu.VMEM((count, LANES), jnp.float32),
         top=pltpu.VMEM((products, count, LANES), jnp.float32),
         sum=pltpu.VMEM((products, count, LANES), jnp.float32),
-        acc=pltpu.VMEM((products, count, size), jnp.float32),
+        acc=pltpu.VMEM((products, count, size - first_value), jnp.float32),
         state=pltpu.SMEM((STATE,), jnp.int32),
         semaphores=pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
     )
@@ -352,6 +364,7 @@ def _kernel(
     scratch: _Scratch,
     *,
     arrays,
+    lanes,
     scaled,
     most_listed,
     scale,
@@ -369,6 +382,7 @@ def _kernel(
     in_vmem, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = scratch
     k_buf, v_buf, scales = in_vmem[0], in_vmem[arrays - 1], in_vmem[arrays:]
     products, rows, size = acc_s.shape
+    key_lanes, first_value = lanes
     parts = query_s.shape[0]
     part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
@@ -408,12 +422,15 @@ def _kernel(
     def keys_of(buf, at):
         """The keys at the positions `at` in a buffer, and the factor on products with them."""
         factor = scale if softcap is None else scale / softcap
-        return operand(k_buf[buf, at]), factor * scales_of(0, buf, at) if scaled else factor
+        return operand(k_buf[buf, at, :key_lanes]), factor * scales_of(0, buf, at) if scaled else factor
+
+    def values_of(buf):
+        return operand(v_buf[buf, :, first_value:])
 
     def scores(product, keys, factor):
         """Logits [rows, n]."""
         of, tokens = heads_of(product)
-        queries = jnp.concatenate([q_ref[head, tokens] for head in of])
+        queries = jnp.concatenate([q_ref[head, tokens, :key_lanes] for head in of])
         dimensions = (((1,), (1,)), ((), ()))
         s = lax.dot_general(queries, keys, dimensions, exact, preferred_element_type=jnp.float32) * factor
         return s if softcap is None else softcap * jnp.tanh(s)
@@ -446,9 +463,9 @@ def _kernel(
         more, then = is_full(index + 1), stream.after(buf)
         stream.start_next(stream.after(then))
         pl.when(more)(lambda: stream.wait(index + 1, then))
-        block, values = keys_of(buf, slice(None)), operand(v_buf[buf])
+        block, values = keys_of(buf, slice(None)), values_of(buf)
         value_scales = scales_of(1, buf, slice(None)) if scaled else None
-        logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], operand(v_buf[previous]))
+        logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], values_of(previous))
         for product in range(products):
             if product + 1 < products:
                 ahead = scores(product + 1, *block)
@@ -466,7 +483,7 @@ def _kernel(
         ahead_s[...] = scores(0, *keys_of(buf, slice(None)))
         p_s[...], decay_s[...] = jnp.zeros_like(p_s), jnp.ones_like(decay_s)  # nothing is left of a block before
         *carry, last = lax.while_loop(lambda c: is_full(c[0]), take_full, (index, buf, buf))
-        accumulate(products - 1, p_s[...], decay_s[...], operand(v_buf[last]))
+        accumulate(products - 1, p_s[...], decay_s[...], values_of(last))
         return tuple(carry)
 
     def take_edge(carry):
@@ -510,7 +527,7 @@ def _kernel(
             seen = (position >= stream.lowest()) & (position <= stream.last())
             return jnp.where(seen, x.astype(jnp.float32), 0)
 
-        values = v_buf[buf, at]
+        values = v_buf[buf, at, first_value:]
         values = (values if values.dtype == jnp.int8 else cleaned(values, 0)).astype(p_s.dtype)
         value_scales = cleaned(scales_of(1, buf, at), 1) if scaled else None
         query, key = wide(query_s[p], edge), positions((rows, edge), 1)
@@ -535,8 +552,10 @@ def _kernel(
             lse = top * (1 / LOG2E) + jnp.log(total)
             of, tokens = heads_of(product)
             for n, head in enumerate(of):
-                mine = slice(n * part, (n + 1) * part)
-                out_ref[tokens, head * size : (head + 1) * size] = out[mine].astype(out_ref.dtype)
+                mine, first = slice(n * part, (n + 1) * part), head * (first_value + size)
+                if first_value:
+                    out_ref[tokens, first : first + first_value] = jnp.zeros((part, first_value), out_ref.dtype)
+                out_ref[tokens, first + first_value : first + first_value + size] = out[mine].astype(out_ref.dtype)
                 for at in range(0, part, some):
                     column = jnp.where(row == lane, lse[mine][at : at + some], 0.0)
                     lse_ref[head, pl.ds(tokens.start + at, some)] = jnp.sum(column, axis=0)[:some]

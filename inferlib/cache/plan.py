@@ -27,6 +27,7 @@ from inferlib.buckets import rounded_up
 from inferlib.config import EngineConfig, PoolSize
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.models.layers.joint_cells import heads_of_a_cell
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops import int4_cells
@@ -120,7 +121,8 @@ class BlockCache:
     ring: N rows have a ring each; otherwise there are N pages. dtype: of the values; uint8: cells are packed, and
     `shapes` are those of the numbers in them. scaled: each array has scales [N, K, S] or [L, N, K, S]. latent: the
     arrays are latents and rotary keys of MLA, which may be folded (see `inferlib.ops.cache_write`). Otherwise two
-    arrays are keys and values, and of a single array each cell is a key followed by its value. shared: the block's
+    arrays are keys and values, and of a single array each cell has the keys of one or more KV heads, followed by their
+    values (see `inferlib.models.layers.joint_cells`). shared: the block's
     layers attend to another block's arrays; the shapes are those that it would have. massed: there is the attention
     that each cell got beside the cells (see `inferlib.ops.attention_mass`). queries: the shape [R, K, W, G * h], or [L,
     R, ...], of the queries of each row's newest positions (see `inferlib.ops.recent_queries`); None: there are none.
@@ -437,9 +439,10 @@ def plan_cache(
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
     dtype, shards = KV_CACHE_DTYPES[named] if named else np.dtype(dtype), model.layout.shards
+    by_heads = bool(pool.bounds or pool.selection or pool.massed or pool.queries)
     beside: Any = dict(selection=pool.selection, massed=pool.massed, queries=pool.queries)
-    kinds = [_Kind(model, platform, named, **beside)]
-    kinds += [] if drafting is None else [_Kind(drafting, platform, named)]
+    kinds = [_Kind(model, platform, named, by_heads, **beside)]
+    kinds += [] if drafting is None else [_Kind(drafting, platform, named, by_heads)]
     longest = max(pool.bounds, default=max_len)
     page = max(kind.page(pool.page, longest, rows // shards.replicas) for kind in kinds)
     of_model, *others = [kind.blocks(rows, max_len, chunk, page, dtype) for kind in kinds]
@@ -499,13 +502,16 @@ class _Kind:
 
     A TPU's memory is tiled by 128 numbers. Cells on a "tpu" are multiples of that: for other sizes the compiler would
     reorder the dimensions, and copy the cache at every step. So if heads have another size, mostly 64, one cell has a
-    key and its value; and rotary keys of latents, of 32 or 64 numbers, are folded. A device's slots are multiples of
-    128 too, because kernels read whole tiles. named: of KV_CACHE_DTYPES, if the cache is quantised.
+    key and its value, or those of several heads; and rotary keys of latents, of 32 or 64 numbers, are folded. A
+    device's slots are multiples of 128 too, because kernels read whole tiles. named: of KV_CACHE_DTYPES, if the cache
+    is quantised. by_heads: no KV heads share cells, because something tells them apart: a policy that
+    bounds the cache, or a selection of blocks.
     """
 
     model: AbstractModel
     platform: str
     named: str | None
+    by_heads: bool = False
     selection: PageSelection | None = None
     massed: bool = False
     queries: int = 0
@@ -632,12 +638,21 @@ class _Kind:
                 f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
                 "every layer: leave kv_cache_dtype out"
             )
+        layout, joint = self.model.layout, 1
         if not latent and any(size % lanes for size in sizes):
-            sizes, folds = (sum(sizes),), [1]
-        layout = self.model.layout
-        slots, heads = layout.positions(capacity, lanes * max(folds)), layout.cache_heads(spec)
+            joint = self.joint_heads(spec)
+            sizes, folds = (joint * sum(sizes),), [1]
+        slots, heads = layout.positions(capacity, lanes * max(folds)), layout.cache_heads(spec) // joint
         pairs = zip(sizes, folds, strict=True)
         return [(heads, slots // fold, -(-size * fold // lanes) * lanes) for size, fold in pairs]
+
+    def joint_heads(self, spec: AttentionSpec) -> int:
+        """How many KV heads share a cell of a key and a value each."""
+        if self.by_heads:
+            return 1
+        layout = self.model.layout
+        heads = layout.cache_heads(spec) // layout.shards.size(axes.KV_HEADS)
+        return heads_of_a_cell(heads, sum(spec.cache_sizes), self.lanes)
 
     def _check_packed(self, spec: AttentionSpec | MlaSpec) -> None:
         """Raise ConfigurationError for cells that cannot have four bits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +64,7 @@ def score_choices(
         spec = model.config.layers[layers[0]].attention
         if isinstance(block, BlockCache) and isinstance(spec, AttentionSpec) and spec.reach is None:
             arrays, table = _arrays(config, block), _array((chunks, plan.columns_of(block.level)), "int32")
-            kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
-            q = _array((chunks, chunk, kv_heads, model.layout.heads(spec).queries, size), model.dtype)
+            q = _queries((chunks, chunk), model, spec, arrays)
             cache = _kv_cache(arrays, table, scaled=block.scaled)
             choices[layers] = sparse_prefill.choose_scores(q, cache, sparse, attention[layers].name)
     return choices
@@ -81,7 +80,7 @@ def _choose_decode(
         q = _array((config.rows, 1, groups, spec.kv_rank + spec.rope.dim), model.dtype)
         yield mla_decode_attention.choose_for(q, LatentCache(*arrays, pages=table), backend)
     else:
-        q = _array((config.rows, 1, arrays[0].shape[-3], heads.queries, arrays[0].shape[-1]), model.dtype)
+        q = _queries((config.rows, 1), model, spec, arrays)
         cache, selection = _kv_cache(arrays, table, scaled=block.scaled), config.attention_pages
         if block.block is not None and selection is not None:
             yield selected_pages.choose(q, cache, block.block, selection.count, backend, new=not block.shared)
@@ -115,13 +114,19 @@ def _choose_prefill(
             cache = LatentCache(*read, pages=table)
             yield mla_prefill_attention.choose_for(q, Expansion(keys, values), cache, backend)
         else:
-            kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
-            q = _array((chunks, chunk // devices, kv_heads, heads.queries, size), model.dtype)
+            q = _queries((chunks, chunk // devices), model, spec, arrays)
             cache, sparse, listed = _kv_cache(read, table, scaled=block.scaled), config.block_lists, None
             if sparse is not None and spec.reach is None:
                 listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(config.max_len, cache.slots))
             capped = spec.softcap is not None or spec.sinks
             yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed, capped=capped)
+
+
+def _queries(lead: tuple[int, int], model: AbstractModel, spec: AttentionSpec, arrays: Sequence[Any]) -> Any:
+    """The queries of one device, as wide as the cells of its cache."""
+    heads, (*_, cells, _, size) = model.layout.heads(spec), arrays[0].shape
+    queries = heads.groups * heads.queries // model.layout.shards.size(axes.KV_HEADS)
+    return _array((*lead, cells, queries // cells, size), model.dtype)
 
 
 def _arrays(config: EngineConfig, block: BlockCache) -> list[Any]:

@@ -16,6 +16,7 @@ from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature
+from inferlib.models.layers.joint_cells import joint_queries, outputs_of_heads
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
@@ -258,15 +259,16 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """The attention of all tokens [T, K, G, h], and the cache with their cells `new`, [T, K, h] each. Where the
         inputs of the output projection are split over devices, it is this device's part of h."""
-        if len(cache.sizes) == 1:  # a cell is a key and a value, and the value meets zeros
-            q = widened(q, cache.sizes[0])
+        joint, key_size = q.shape[1] // cache.heads, None
+        if len(cache.sizes) == 1:  # a cell has keys and values, and the values meet zeros
+            q, key_size = widened(joint_queries(q, joint), cache.sizes[0]), joint * self.spec.cache_sizes[0]
         if self.spec.key_turns:
             q, new = self.turned(q, new)
         if cache.packed:
             q, new = self.rotated(q, new)
         if self.spec.key_basis and cache.summaries is not None:
             cache = replace(cache, basis=self.key_basis[...])
-        step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
+        step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None, joint, key_size)
         out, cache = attend(step, step.plan(cache), new, cache)
         return out, replace(step.with_queries(step.with_mass(cache)), basis=None)
 
@@ -290,12 +292,15 @@ class Attention(nnx.Module):
 
 @dataclass(frozen=True)
 class GroupedStep:
-    """Grouped-query attention in one step. queries [T, K, G, h], as wide as the cache's keys; sinks [K, G]."""
+    """Grouped-query attention in one step. queries [T, J, n * G, h], of n = `joint` heads to a cell, as wide as the
+    cache's keys; sinks [K, G]. key_size: see `AttentionOptions`."""
 
     spec: AttentionSpec
     ctx: StepContext
     queries: jax.Array
     sinks: jax.Array | None
+    joint: int = 1
+    key_size: int | None = None
 
     @cached_property
     def stripe(self) -> Stripe:
@@ -360,7 +365,8 @@ class GroupedStep:
         spec = self.spec
         window = spec.window if spec.chunk is None else positions % spec.chunk + 1
         window = stripe.window(positions, window)
-        return AttentionOptions(spec.scale, window, spec.softcap, None if self.striped else self.sinks)
+        sinks = None if self.striped or self.sinks is None else self.sinks.reshape(self.queries.shape[1:3])
+        return AttentionOptions(spec.scale, window, spec.softcap, sinks, self.key_size)
 
     def choose_decode(self, cache: LayerCache) -> Choice:
         window, backend = self.row_options.window, self.ctx.backend.decode_attention
@@ -429,8 +435,7 @@ class GroupedStep:
         cells, written = cache.keys_and_values(arrays, limit, pages), ctx.batch.decode_counts
         written = stripe.owns(ctx.batch.decode_lengths - 1).astype(jnp.int32) if self.striped else written
         writes = None if new is None else NewCells([x.reshape(*shape, *x.shape[1:]) for x in new], written)
-        key_size = self.spec.cache_sizes[0] if len(cache.sizes) == 1 else None
-        options, how = replace(self.row_options, key_size=key_size), {"new": writes, "backend": backend}
+        options, how = self.row_options, {"new": writes, "backend": backend}
         if (selection := self.selection(cache, cells)) is not None:
             if cache.wanted is not None:
                 cache = cache.with_wanted(selected_pages.wanted_pages(queries, cells, selection, lengths))
@@ -484,9 +489,11 @@ class GroupedStep:
         return cache.with_queries(new[0], new[2], new[1])
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
-        """Attention's output without the part of the keys, where a cell is key and value at once; rotated back, where
-        values are rotated."""
-        spec = self.spec
+        """Attention's output of each head, without the part of the keys, where cells have keys and values; rotated
+        back, where values are rotated."""
         if cache.packed:
             return rotated(out, out.shape[-1], back=True), lse
-        return out if len(cache.sizes) > 1 else out[..., spec.head_dim : sum(spec.cache_sizes)], lse
+        if self.key_size is None:
+            return out, lse
+        values = self.joint * self.spec.value_dim
+        return outputs_of_heads(out[..., self.key_size : self.key_size + values], lse, self.joint)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.attention_values import AttentionOptions
+from inferlib.models.layers.joint_cells import joint_cells
 from inferlib.ops import int4_cells
 from inferlib.ops.attention_mass import add_mass
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
@@ -64,9 +65,10 @@ class Former:
 class LayerCache:
     """arrays: keys and values, or latents and rotary keys, each [N, K, S, h], N pages or, in a ring, rows; in a scanned
     segment [L, N, K, S, h] with `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see
-    `inferlib.ops.cache_write`). Where keys and values are one array, a cell holds a key, its value behind it, and
+    `inferlib.ops.cache_write`). Where keys and values are one array, a cell holds keys, their values behind them, and
     padding. Quantised arrays are followed by their scales, each [N, K, S] or [L, N, K, S]; or they are of packed cells
-    (see `inferlib.ops.int4_cells`), of heads that are rotated.
+    (see `inferlib.ops.int4_cells`), of heads that are rotated. K is fewer than the KV heads if these share cells, see
+    `inferlib.models.layers.joint_cells`.
 
     A layer that shares another layer's cache gets the arrays of that layer.
 
@@ -108,6 +110,10 @@ class LayerCache:
     @property
     def slots(self) -> int:
         return self.arrays[0].shape[-2]
+
+    @property
+    def heads(self) -> int:
+        return self.arrays[0].shape[-3]
 
     @property
     def folds(self) -> tuple[int, ...]:
@@ -275,7 +281,7 @@ class LayerCache:
         """The cells of new keys and values, before they are rounded: one array for each of the cache's, padded to its
         size."""
         if len(self.sizes) == 1:
-            new = (jnp.concatenate(new, axis=-1),)
+            new = (jnp.concatenate([joint_cells(x, x.shape[-2] // self.heads) for x in new], axis=-1),)
         return list(map(widened, new, self.sizes))
 
     def keys_and_values(

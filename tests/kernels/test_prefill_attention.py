@@ -34,7 +34,9 @@ CASES = {
     "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
     "listed blocks": Case((130, 700, -1), width=128, slots=896, listed=5, group=1),
     "int8": Case((1, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
-    "keys are values, large logits": Case((0, 130), slots=256, heads=1, one=True, loudness=1e4, sinks=True),
+    "keys are values, large logits": Case(
+        (0, 130), slots=256, heads=1, one=True, size=256, loudness=1e4, sinks=True, options={"key_size": 160}
+    ),
 }
 MORE_CASES = {
     "fp8, half precision, softcap": Case(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.tuning.kernel_cases.cells import Cells
 from inferlib.tuning.kernel_cases.draws import shuffled_pages, unequal
 
 _RNG = np.random.default_rng(0)
@@ -17,7 +18,7 @@ SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tol
 
 
 @dataclass(frozen=True)
-class DecodeAttention:
+class DecodeAttention(Cells):
     """Decode rows.
 
     lengths: positions of each row. queries: new tokens of each. stored: type of a cache with scales, None for bfloat16.
@@ -72,18 +73,12 @@ class DecodeAttention:
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
         def run(q, lengths, *, sinks=None, mask=None, new_k=None, new_v=None, **cache):
-            key_size = self.size if self.one else None
-            options = AttentionOptions(self.size**-0.5, self.window, sinks=sinks, key_size=key_size)
+            options = AttentionOptions(self.size**-0.5, self.window, sinks=sinks, key_size=self.key_size)
             stored = KvCache(**cache, layer=0, ring=self.slots is not None)
             new = NewCells([x for x in (new_k, new_v) if x is not None]) if self.writes else None
             return decode_attention(q, stored, lengths, options, new=new, mask=mask)
 
         return run
-
-    @property
-    def one(self) -> bool:
-        """True if key and value lie in one cell."""
-        return self.size % 128 != 0
 
     @property
     def pages(self) -> np.ndarray | None:
@@ -92,17 +87,17 @@ class DecodeAttention:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
         count = rows if (pages := self.pages) is None else pages.size
-        size = -(-2 * self.size // 128) * 128 if self.one else self.size
-        cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
-        q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
+        heads, group, size = self.layout
+        cache = (4, count, heads, slots, size), self.stored or "bfloat16"
+        q = (rows, self.queries, heads, group, size), "bfloat16"
         arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
         if self.stored:
             arrays |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
         if self.sinks:
-            arrays["sinks"] = (self.heads, self.group), "bfloat16"
+            arrays["sinks"] = (heads, group), "bfloat16"
         if self.writes:
             names = ("new_k",) if self.one else ("new_k", "new_v")
-            arrays |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
+            arrays |= dict.fromkeys(names, ((rows, self.queries, heads, size), "bfloat16"))
         if self.tree:
             arrays["mask"] = (rows, self.queries, self.queries), "bool"
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}

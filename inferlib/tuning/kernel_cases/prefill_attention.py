@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from inferlib.tuning.kernel_cases.cells import Cells
+
 POSITIONS = 8192  # tokens of a chunk and of what precedes it
 TILE = 256  # queries that share a list of blocks
 
@@ -37,7 +39,7 @@ class OneChunk:
 
 
 @dataclass(frozen=True)
-class PrefillAttention(OneChunk):
+class PrefillAttention(OneChunk, Cells):
     """One chunk of `width` tokens behind `start` others in the cache. stored: type of a cache with scales, None for
     bfloat16. page: positions of a page; None: rows are pages. slots: of a ring. listed: how many blocks of 128
     positions each tile of 256 queries attends to, the first, its own and any others before it; None: all."""
@@ -81,7 +83,7 @@ class PrefillAttention(OneChunk):
         from inferlib.attention_values import AttentionOptions, KvCache
         from inferlib.pallas_kernels.prefill_attention_tpu import prefill_attention
 
-        options = AttentionOptions(self.size**-0.5, self.window)
+        options = AttentionOptions(self.size**-0.5, self.window, key_size=self.key_size)
 
         def run(q, rows, positions, visits=None, **cache):
             stored, blocks = (
@@ -92,21 +94,11 @@ class PrefillAttention(OneChunk):
 
         return run
 
-    @property
-    def one(self) -> bool:
-        """True if key and value lie in one cell."""
-        return self.size % 128 != 0
-
-    @property
-    def cell(self) -> int:
-        """The width of a cell, and of a query that meets it."""
-        return -(-2 * self.size // 128) * 128 if self.one else self.size
-
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
-        size, count = self.cell, 1 if (pages := self.pages) is None else pages.size
-        cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
-        q = (1, self.width, self.heads, self.group, size), "bfloat16"
+        (heads, group, size), count = self.layout, 1 if (pages := self.pages) is None else pages.size
+        cache = (4, count, heads, slots, size), self.stored or "bfloat16"
+        q = (1, self.width, heads, group, size), "bfloat16"
         arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
         arrays |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
         if self.listed:
@@ -119,7 +111,7 @@ class PrefillAttention(OneChunk):
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
         if self.listed is None:
-            return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
+            return self.prefetched(blocks(self.width, *self.layout[1:], 2), layers=1)
         scalars, numbers = list(self.prefetched(listed_blocks(), layers=1).values()), self.visits
         counts = np.sum(numbers >= 0, axis=-1).reshape(1, -1)
         ordered = np.sort(np.where(numbers < 0, np.iinfo(np.int32).max, numbers), axis=-1).reshape(1, -1)
@@ -163,6 +155,8 @@ CASES = {
     "2048 behind 30720, 1 head, 64 of 256 blocks": PrefillAttention(2048, start=30720, heads=1, page=256, listed=64),
     "2048 in a ring, window 1024": PrefillAttention(2048, start=6144, window=1024, slots=3072),
     "8192, size 64": PrefillAttention(8192, size=64),
+    "8192, size 80": PrefillAttention(8192, size=80),
+    "8192, size 96": PrefillAttention(8192, size=96),
     "512 behind 7680, 1 head, size 64": PrefillAttention(512, start=7680, heads=1, size=64),
     "8192, int8": PrefillAttention(8192, stored="int8"),
     "8192, fp8": PrefillAttention(8192, stored="float8_e4m3fn"),
