@@ -107,6 +107,7 @@ def serve(
 
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
+        bound.listen()  # who connects because of the next line waits for the server, and is not refused
         typer.echo(f"{options.names[0]} is served at {where.scheme}://{shown}:{port}/v1", err=True)
         Server(AsyncLLM(llm), options, where, drain=serving.drain).serve_on(bound)
 
