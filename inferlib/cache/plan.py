@@ -646,7 +646,7 @@ class _Kind:
         pairs = zip(sizes, folds, strict=True)
         return [(heads, slots // fold, -(-size * fold // lanes) * lanes) for size, fold in pairs]
 
-    def joint_heads(self, spec: AttentionSpec) -> int:
+    def joint_heads(self, spec: AttentionSpec | MlaSpec) -> int:
         """How many KV heads share a cell of a key and a value each."""
         if self.by_heads:
             return 1

@@ -89,4 +89,4 @@ def test_what_tells_heads_apart_keeps_their_cells_apart(pool, cells):
 
 def cells_of(plan: CachePlan) -> set[tuple[int, int]]:
     """Cells of a position and the numbers of each, in all blocks of layers."""
-    return {(block.shapes[0][-3], block.shapes[0][-1]) for block in plan.blocks}
+    return {(x.shape[-3], x.shape[-1]) for x in plan.arrays}
