@@ -35,6 +35,7 @@ ROWS = 16  # rows of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 SCRATCH_BYTES = 14 << 20  # on-chip memory that every call may use
 X_ELEMENTS = 1 << 22  # most elements of x on chip at a time
+MOST_ROWS = 1024  # of a tile: each tile unpacks the weight again
 STEP_BYTES = 768 << 10  # read in about twice the time that a step adds, on v5e, v6e and v7x
 NORMED = 32  # rows that are normed together: sums over lanes take long, and overlap
 RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
@@ -62,7 +63,7 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
     even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
     most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
     balanced = max(round((parts * inputs * columns * bits / 8 / STEP_BYTES) ** 0.5), 1)
-    tallest = max(min(by_vmem(X_ELEMENTS) // inputs, 512) // ROWS * ROWS, ROWS)
+    tallest = max(min(by_vmem(X_ELEMENTS) // inputs, MOST_ROWS) // ROWS * ROWS, ROWS)
     tall = even(rows, pl.cdiv(rows, tallest), ROWS)
     most = min(most, max(by_vmem(RESULTS) // (tall * LANES), 8), pl.cdiv(columns, balanced * LANES))
     steps = pl.cdiv(columns, most * LANES)
@@ -93,20 +94,21 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
     layers, _, _, columns = weight.values.shape
     if weight.on_chip and (columns % LANES or layers > 1):
         return f"a weight on chip is of one layer and a multiple of {LANES} columns, not of {layers} and {columns}"
-    chosen = chosen or _default(rows, weight)
+    chosen = chosen or _default(rows, weight, normed)
     need = _vmem_bytes(weight, chosen, normed)
     if need > (have := by_vmem(VMEM_BYTES)):
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {have}"
     return None
 
 
-def _default(rows: int, weight: Weight) -> Blocks:
-    """The default blocks. Those of a weight on chip, of which nothing is copied, divide its columns into the fewest
-    steps that scratch memory allows."""
+def _default(rows: int, weight: Weight, normed: bool) -> Blocks:
+    """The default blocks, of half the rows if that many do not fit with a copy of x in another order. Those of a weight
+    on chip, of which nothing is copied, divide its columns into the fewest steps that scratch memory allows."""
     parts, columns = weight.values.shape[1::2]
     chosen = blocks(rows, parts, weight.inputs, columns, weight.bits, weight.group)
     if not weight.on_chip:
-        return chosen
+        fits = chosen.rows <= ROWS or _vmem_bytes(weight, chosen, normed) <= by_vmem(VMEM_BYTES)
+        return chosen if fits else replace(chosen, rows=pl.cdiv(chosen.rows, 2 * ROWS) * ROWS)
     tiles = columns // LANES
     wider = (replace(chosen, columns=columns // steps) for steps in range(1, tiles + 1) if tiles % steps == 0)
     narrow = replace(chosen, columns=LANES)
@@ -145,7 +147,7 @@ def mx_matmul(
     (total, width), (_, parts, _, columns) = x.shape, weight.values.shape
     inputs = _pad(x, weight, norm, interpret)
     rows = inputs.x.shape[0]
-    chosen = blocks_ or _default(rows, weight)
+    chosen = blocks_ or _default(rows, weight, norm is not None)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
     rewrites = norm is not None or weight.ordered

@@ -34,6 +34,7 @@ REPEATED = 32  # most rows repeated for groups shorter than DEPTH; with more, we
 # Most rows whose sums are multiplied by scales of DEPTH inputs, where the matrix unit sums over twice as many: with
 # more, weights are scaled before the product. Other generations sum over DEPTH.
 SUMMED = {"v6e": 128, "v7x": 64}
+SUMMED_FLOAT8 = SUMMED | {"v6e": 384}  # which converts 8-bit floats slowly
 # Inputs of one iteration: fewer for many rows, and half as many for int4, which take longer to compile.
 STEP, TALL_STEP = 4096, 2048
 ELEMENTS = 1 << 22  # most elements unpacked in one iteration
@@ -254,12 +255,12 @@ class LoadedMatrix:
         return total * self.scales[0][pl.ds(div(self.start, self.weight.group), 1)]
 
     def _fills(self, rows: int) -> bool:
-        """True if products of so many rows fill the matrix unit, with weights of two groups scaled before.
-
-        v6e converts 8-bit floats so slowly that it gains nothing.
-        """
-        slow = generation() not in FLOAT4 and self.weight.values.dtype == jnp.float8_e4m3fn
-        return rows > SUMMED.get(generation() or "", rows) and not slow
+        """True if products of so many rows fill the matrix unit, with weights of two groups scaled before."""
+        summed = SUMMED_FLOAT8 if self.weight.values.dtype == jnp.float8_e4m3fn else SUMMED
+        if (most := summed.get(generation() or "")) is None:
+            return False
+        # Weights of shorter groups are scaled before in any case.
+        return rows > (most if self.weight.group == DEPTH else _most_repeated())
 
     def unpack(self, into) -> None:
         """Unpack all elements, without MXFP4's tops, to a ref [K, N] of `Weight.element`; groups are shorter than K."""
@@ -300,7 +301,7 @@ class LoadedMatrix:
         if not scales:
             return _dot(x, w)
         (of_groups,), rows = scales, x.shape[0]
-        if len(of_groups) > 1 and rows > (REPEATED // 2 if generation() in FLOAT4 else REPEATED):
+        if len(of_groups) > 1 and rows > _most_repeated():
             return _dot(x, _scaled(w, of_groups))
         y = _dot(_repeated(x, len(of_groups)), w)
         total: Any = sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(of_groups))
@@ -353,6 +354,11 @@ def _scaled(w: jax.Array, scales: list[jax.Array]) -> jax.Array:
 
 def _multiple_of(x: jax.Array | int, n: int) -> jax.Array | int:
     return x if isinstance(x, int) else pl.multiple_of(x, n)
+
+
+def _most_repeated() -> int:
+    """Most rows that are repeated for each scale of groups shorter than DEPTH."""
+    return REPEATED // 2 if generation() in FLOAT4 else REPEATED
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
