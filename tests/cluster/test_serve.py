@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -39,13 +38,12 @@ def llm(model) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def address(cluster, model, llm) -> Iterator[str]:
-    """Replicas, which have answered."""
+def address(cluster, model, llm) -> str:
+    """Replicas, which have answered, and which end with the cluster."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(application(model, Replicas(COUNT, COUNT, cpus=1), **OPTIONS))
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    return f"http://127.0.0.1:{port}"
 
 
 def ask(address: str, **fields: Any) -> httpx.Response:
