@@ -261,7 +261,7 @@ def loaded_with_the_same_tokens(folder: Path, model: Path) -> LLM:
     return llm
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_programs_with_a_head(model, tmp_path):
     folder, head = tmp_path / "compiled", make_head(tmp_path / "head", model, 100)
     result = compile_into(folder, model, "--speculation", f"eagle3:{head}:1", "--modes", "greedy")

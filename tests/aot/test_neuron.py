@@ -172,7 +172,9 @@ def test_others_are_refused_by_what_they_need(family):
 
 @pytest.mark.slow
 def test_every_program_of_a_set_passes():
+    """Those of chunks and rows together consist of those of each; one mode is among them."""
     keys = [key for key in planned_keys(programs("llama").config) if key.limit == 32 and key.rows != 1]
+    keys = [key for key in keys if key.mode == "greedy" or not (key.chunks and key.rows)]
     assert {key.mode for key in keys} == {"greedy", "sample", "logprobs"}
     assert {key.steps for key in keys} == {1}
     for key in keys:
@@ -268,10 +270,11 @@ def test_programs_manifest_and_commands_are_written(model, tmp_path):
 @pytest.mark.slow
 def test_an_installed_compiler_is_run(model, tmp_path, monkeypatch):
     compiler(tmp_path, 'while [ "$1" != --output ]; do shift; done; echo neff > "$2"', monkeypatch)
-    result = run(model, "--out", str(tmp_path / "out"), "--json")
+    result = run(model, "--out", str(tmp_path / "out"), "--json", "--modes", "embed")
     assert result.exit_code == 0, result.output
-    assert {p["status"] for p in json.loads(result.stdout)["programs"]} == {"compiled"}
-    assert len(list((tmp_path / "out").glob("*.neff"))) == 4
+    statuses = [p["status"] for p in json.loads(result.stdout)["programs"]]
+    assert statuses
+    assert statuses == ["compiled"] * len(list((tmp_path / "out").glob("*.neff")))
 
 
 @pytest.mark.slow
