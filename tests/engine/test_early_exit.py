@@ -29,11 +29,12 @@ from tests.helpers.tokenizer import write_tokenizer
 
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 STEPS = 6
+FEWER = {"mean_recurrence": STEPS, "n_layers_in_prelude": 1, "n_layers_in_coda": 1}
 MODELS = {
-    "parcae": PARCAE | {"mean_recurrence": STEPS, "recurrent_intermediation_embedding_dimension": 128},
+    "parcae": PARCAE | FEWER | {"recurrent_intermediation_embedding_dimension": 128},
     "huginn": HUGINN | {"mean_recurrence": STEPS},
 }
-PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=6)
+PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)  # as sampled ones: one mode
 PARAMS = [
     replace(GREEDY, exit_threshold=threshold, depth=depth)
@@ -99,7 +100,7 @@ def test_tokens_are_those_of_the_oracle(llm, expected):
     taken = [
         assert_chosen_by_the_oracle(MODELS["parcae"], *of_row) for of_row in zip(PROMPTS, expected, PARAMS, strict=True)
     ]
-    assert [sorted(set(steps)) for steps in taken] == [[3, 4, 5, 6], [3, 4, 5], [6], [3, 4, 5], [3, 4], [3]]
+    assert [sorted(set(steps)) for steps in taken] == [[3, 4, 5], [3, 4, 5], [6], [3], [3, 4], [3]]
     assert min(len(set(tokens)) for tokens, _ in expected) > 4
     stats = engine.stats
     assert (stats.core_tokens, stats.core_steps) == (sum(map(len, taken)), sum(map(sum, taken)))

@@ -139,9 +139,7 @@ def test_the_same_as_one_process(start, expected, model):
     """Greedy, sampled and scored rows, and they time steps together. An error on process 0 ends the other well. Before
     that they refuse what does not take devices of every process, and what differs; and one process is misused."""
     last = {"refused": [None, "dp=2"], "fault": "misusing"}
-    running = start(
-        2, "tp=2", "everything", last, refused=[None, "tp=2"], then="error", sizes={"itl": 100, "decode_steps": 2}
-    )
+    running = start(2, "tp=2", "everything", last, refused=[None, "tp=2"], then="error", sizes={"itl": 100})
     (code, out, err), (other, silent, other_err) = running.wait()
     assert (code, other) == (1, 0), err
     assert err.splitlines()[-1] == "RuntimeError: an error of the program"
@@ -163,9 +161,9 @@ def test_the_same_as_one_process(start, expected, model):
 
 @pytest.mark.release
 def test_a_good_end(start, expected):
-    """With several devices of each process."""
-    first, second = results(start(2, "tp=2,dp=2", "greedy", devices=2))
-    assert_same(first["found"], expected("greedy"))
+    """With several devices of each process, and logits of a prompt."""
+    first, second = results(start(2, "tp=2,dp=2", "with_logits", devices=2))
+    assert_same(first["found"], expected("with_logits"))
     assert first["homes"] == [[0, 0], [1, 1]]
     assert second["found"] == {"followed": True}
 

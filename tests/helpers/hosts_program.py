@@ -57,9 +57,12 @@ def everything(llm: LLM) -> dict[str, Any]:
     ranks = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     results["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
     results["logprobs"] = [entry.logprob for entries in ranks for entry in entries.values()]
-    results["logits"] = llm.logits(PROMPTS[1]).tolist()
     results["scores"] = [scores.tolist() for scores in llm.logprobs(PROMPTS)]
     return results
+
+
+def with_logits(llm: LLM) -> dict[str, Any]:
+    return greedy(llm) | {"logits": llm.logits(PROMPTS[1]).tolist()}
 
 
 def warm(llm: LLM) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def error(llm: LLM) -> None:
     raise RuntimeError("an error of the program")
 
 
-SCENARIOS: dict[str, Callable] = {f.__name__: f for f in (greedy, everything, warm, endless, error)}
+SCENARIOS: dict[str, Callable] = {f.__name__: f for f in (greedy, everything, with_logits, warm, endless, error)}
 
 
 # ---- what goes wrong on one process, by the name of the fault: before there is a model, then with it
