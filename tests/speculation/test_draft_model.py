@@ -64,10 +64,9 @@ def drafting(path: Path, model: Path, tokens: int = 3, **more) -> LLM:
     return tight(path, BUCKETS, speculation=Speculation("draft", tokens, model), **{"decode_steps": 1} | more)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_options_in_one_batch(path, other, without, counts):
-    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
-    warm-up, whatever a dispatch drafts. In the end the weights that draft are NaN, and so is all that they compute."""
+    """Nothing compiles after the warm-up, as below; tokens are the same by other drafts in `test_equality.py`."""
     counts(0, 1, 3)
     llm = assert_nothing_compiles(lambda: drafting(path, other), without)
     assert_accounted(llm.engine)
@@ -86,13 +85,20 @@ def assert_nothing_is_read_of_what_drafts(llm: LLM, jobs: Sequence[Job], without
     assert llm.stats.drafts > drafts
 
 
-@pytest.mark.release
-def test_states_that_draft_in_batches_that_change(path, without, checkpoint, counts):
-    """Of linear attention. Nothing compiles after the warm-up, whatever a dispatch drafts; modes are above."""
-    counts(0, 1, 3)
+@pytest.fixture(scope="module")
+def linear(checkpoint) -> Path:
+    """A model with states, of linear attention."""
     kinds = "linear_attention", "full_attention"
-    linear = checkpoint("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
-    expected, llm = run(without, LONGER), drafting(path, linear)
+    return checkpoint("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["other", pytest.param("linear", marks=pytest.mark.release)])
+def test_batches_that_change(drafter, path, without, counts, request):
+    """With cached prefixes and rows that lose their pages; the second time all is cached. Nothing compiles after the
+    warm-up, whatever a dispatch drafts. In the end the weights that draft are NaN, and so is all that they compute."""
+    counts(0, 1, 3)
+    expected, llm = run(without, LONGER), drafting(path, request.getfixturevalue(drafter))
     llm.warmup(("greedy",))
     before = compilations()
     for _ in range(2):
@@ -101,6 +107,7 @@ def test_states_that_draft_in_batches_that_change(path, without, checkpoint, cou
     assert_accounted(llm.engine)
     assert llm.engine.scheduler.preemptions
     assert llm.stats.cached_tokens
+    assert llm.stats.accepted_drafts < llm.stats.drafts
     assert_nothing_is_read_of_what_drafts(llm, LONGER, without)
 
 
@@ -260,7 +267,7 @@ def test_replicas_heads_and_positions_on_several_devices(checkpoint):
     assert llm.stats.accepted_drafts > 0.6 * llm.stats.drafts
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_sleep_and_functions_that_change_logits(twice, without):
     """Dispatches with such rows draft nothing, and the cache follows. All are scored: programs are of one mode."""
     unchanged = dataclasses.replace(GREEDY, logits_processors=[lambda tokens, logits: logits], max_tokens=8, logprobs=1)

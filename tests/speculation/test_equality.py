@@ -161,7 +161,7 @@ def test_no_time_is_learnt_of_dispatches_during_which_something_compiled(path, c
 
     monkeypatch.setattr(engine, "_receive", counted)
     monkeypatch.setattr(profit, "learn_time", lambda *_: quiet.append(received[-1] == compilations()))
-    run(llm, JOBS)
+    run(llm, LONGER)
     assert engine.stats.compilations
     assert quiet
     assert all(quiet)
@@ -180,17 +180,13 @@ GPU = {"scan": False, "backend": Backend(decode_attention="pallas_gpu", qkv_atte
 
 @pytest.fixture(scope="module")
 def without_kernels(checkpoint):
-    return functools.cache(lambda family: build_llm(checkpoint(family, **SIZES[family]), WIDE))
+    return functools.cache(lambda family: build_llm(checkpoint(family, **SIZES[family]), WIDE, decode_steps=1))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        pytest.param("ministral", TPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
-        ("llama", GPU),
-        pytest.param("minicpm3", GPU | {"parallel": "cp=2"}, marks=pytest.mark.release),
-    ],
+    [("ministral", TPU | {"parallel": "cp=2"}), ("llama", GPU), ("minicpm3", GPU | {"parallel": "cp=2"})],
     ids=["tpu cp", "gpu", "gpu latents cp"],
 )
 def test_kernels_that_take_several_queries_of_a_row(family, options, checkpoint, without_kernels):
