@@ -76,6 +76,14 @@ def quantized_experts(experts, words) -> Path:
 
 
 @pytest.fixture(scope="module")
+def integer_experts(experts, words) -> Path:
+    """The model with experts in int8, with inputs in int8."""
+    out = experts.with_name("int8_a8")
+    calibrate(experts, out, data=TextSample(words, 256, 64), method="nearest", scheme="int8_a8", dtype="float32")
+    return out
+
+
+@pytest.fixture(scope="module")
 def whole(model, quantized, texts, tmp_path_factory) -> Run:
     """A run that was not interrupted."""
     run = open_run(quantized, texts, tmp_path_factory.mktemp("whole"), settings(), teacher=model)
@@ -97,8 +105,8 @@ def arrays_of(directory: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, quantized, words, whole):
-    """Whose step has compiled once."""
+def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, quantized, words, texts, whole):
+    """The run's step has compiled once. Other options need another directory."""
     out = whole.out
     result = json.loads((out / "training" / "result.json").read_text())
     assert result["after"] < 0.85 * result["before"]
@@ -112,6 +120,8 @@ def test_the_result_has_the_format_and_loses_as_little_as_the_run_says(model, qu
     assert len(losses(out)) == SMALL["steps"]
     assert LLM(out, max_len=32).generate("alpha")[0].outputs[0].token_ids
     assert whole.step._cache_size() == 1
+    with pytest.raises(ConfigurationError, match=r"has a run with lr 0\.001, not 0\.01"):
+        finetune(quantized, texts, out, settings(lr=0.01), teacher=model)
 
 
 @pytest.mark.release
@@ -159,26 +169,31 @@ def test_the_teacher_writes_samples_once(model, quantized, texts, tmp_path, monk
     np.testing.assert_array_equal(resumed.rows.training, run.rows.training)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_devices_learn_as_one(model, quantized, texts, whole, tmp_path):
     finetune(quantized, texts, tmp_path / "out", settings(devices=2), teacher=model)
     np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole.out), rtol=1e-3)
 
 
 @pytest.mark.slow
+def test_untrained_weights_are_stored_as_they_were(integer_experts):
+    assert_stored_and_multiplied_alike(integer_experts)
+
+
+@pytest.mark.release
 @pytest.mark.parametrize(
-    ("of", "scheme", "method"),
-    [
-        pytest.param("model", "int4_g32", "nearest", marks=pytest.mark.release),
-        ("experts", "int8_a8", "nearest"),
-        pytest.param("experts", "int4", "hadamard+gptq+lowrank:4", marks=pytest.mark.release),
-    ],
+    ("of", "scheme", "method"), [("model", "int4_g32", "nearest"), ("experts", "int4", "hadamard+gptq+lowrank:4")]
 )
-def test_untrained_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):
-    """And multiply as the engine's do, rotations and branches included."""
+def test_further_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):
+    """Rotations and branches included."""
     model = request.getfixturevalue(of)
     calibrate(model, tmp_path / "q", data=TextSample(words, 256, 64), method=method, scheme=scheme, dtype="float32")
-    files = ModelFiles.open(tmp_path / "q")
+    assert_stored_and_multiplied_alike(tmp_path / "q")
+
+
+def assert_stored_and_multiplied_alike(path: Path) -> None:
+    """Weights that nothing trained are the files', and multiply as the engine's do."""
+    files = ModelFiles.open(path)
     stored = stored_model(files.config, "float32", files.quantization(None))
     arrays = files.load(stored)
     weights = QuantizedWeights(stored, abstract_model(files.config, "float32"))
@@ -301,20 +316,12 @@ def test_a_teacher_of_other_tokens_is_refused(quantized, texts, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_options_need_another_directory(model, quantized, texts, whole):
-    with pytest.raises(ConfigurationError, match=r"has a run with lr 0\.001, not 0\.01"):
-        finetune(quantized, texts, whole.out, settings(lr=0.01), teacher=model)
-
-
-@pytest.mark.slow
-def test_layers_without_gradients_are_refused_by_the_name_of_the_family(
-    quantized_experts, texts, tmp_path, monkeypatch
-):
+def test_layers_without_gradients_are_refused_by_the_name_of_the_family(integer_experts, texts, tmp_path, monkeypatch):
     """Experts that multiply as they do where nothing is trained."""
     without = lambda x, w, sizes, rows, most: grouped_matmul(x, w, sizes, rows=rows, most=most)  # noqa: E731
     monkeypatch.setattr("inferlib.ops.grouped_gradients._product", without)
     with pytest.raises(ConfigurationError, match="qwen3_moe has layers without gradients"):
-        finetune(quantized_experts, texts, tmp_path / "out", settings())
+        finetune(integer_experts, texts, tmp_path / "out", settings())
     assert not (tmp_path / "out").exists()
 
 
