@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -36,11 +37,16 @@ def ranking(name: str, target: str, workload=None, slo="", **options):
     return rank(config_from_hf(configs.load(name)), parse_target(target), workload, Slo.parse(slo), **options)
 
 
+@cache
+def of_8b_on_v5e():
+    return ranking("llama3-8b", "v5e-8")
+
+
 # ---- ranking
 
 
 def test_options_fit_and_the_best_comes_first():
-    result = ranking("llama3-8b", "v5e-8")
+    result = of_8b_on_v5e()
     assert all(o.over <= 0 and o.memory.total <= 15.75 * 1024**3 for o in result.options)
     assert result.best.throughput == pytest.approx(max(o.throughput for o in result.options), rel=0.01)
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
@@ -55,15 +61,16 @@ def test_options_fit_and_the_best_comes_first():
 
 @pytest.mark.slow
 def test_slo_comes_before_throughput():
-    free = ranking("llama3-70b", "v6e-8")
+    dense = {"quantizations": (None,)}
+    free = ranking("llama3-70b", "v6e-8", **dense)
     assert free.meets
     limit = (free.best.itl + min(o.itl for o in free.options)) / 2
-    bound = ranking("llama3-70b", "v6e-8", slo=f"itl={limit}")
+    bound = ranking("llama3-70b", "v6e-8", slo=f"itl={limit}", **dense)
     assert bound.meets
     assert bound.best.itl <= limit < free.best.itl
     assert bound.best.throughput <= free.best.throughput
     assert bound.best.batch < free.best.batch
-    hopeless = ranking("llama3-70b", "v6e-8", slo="itl=0.001")
+    hopeless = ranking("llama3-70b", "v6e-8", slo="itl=0.001", **dense)
     assert not hopeless.meets
     assert hopeless.best.itl == pytest.approx(min(o.itl for o in hopeless.options), rel=0.01)
 
@@ -81,7 +88,7 @@ def test_replicas_share_experts_or_have_their_own():
 
 
 def test_frontier_trades_one_for_the_other():
-    front = ranking("llama3-8b", "v5e-8").frontier
+    front = of_8b_on_v5e().frontier
     assert len(front) > 3
     for faster, fuller in pairwise(front):
         assert faster.itl < fuller.itl
@@ -163,7 +170,8 @@ def test_a_recurrent_draft_takes_its_states():
     hf = configs.load("qwen3-next-80b-a3b")
     small = config_from_hf(hf | {"num_hidden_layers": 4, "num_experts": 16})
     work, settings = Workload(1024, 256, 16), Speculation("draft", 3, "small")
-    best = ranking("qwen3-next-80b-a3b", "v6e-8", work, drafts=Drafts(settings, 0.9, small)).best
+    drafted = Drafts(settings, 0.9, small)
+    best = ranking("qwen3-next-80b-a3b", "v6e-8", work, quantizations=(None,), drafts=drafted).best
     plan = best.deployed.plan(best.batch, work.max_len, work.chunk, best.drafter.model)
     alone = best.deployed.plan(best.batch, work.max_len, work.chunk)
     sizes = [[(x.nbytes(), of_row) for x, of_row in zip(it.arrays, it.of_rows, strict=True)] for it in (alone, plan)]
@@ -181,7 +189,7 @@ def test_a_recurrent_draft_takes_its_states():
 @pytest.mark.slow
 def test_a_draft_model_takes_time_and_memory():
     free, model = (
-        ranking("llama3-70b", "v6e-8", Workload(1024, 256, 1), drafts=drafts(3, 0.9, name)).best
+        ranking("llama3-70b", "v6e-8", Workload(1024, 256, 1), quantizations=(None,), drafts=drafts(3, 0.9, name)).best
         for name in (None, "llama3-1b")
     )
     assert free.drafting == 0.0
