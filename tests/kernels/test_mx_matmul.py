@@ -211,7 +211,7 @@ def test_layers_see_no_difference(shape, names, contract):
 def built(path, backend: Backend) -> LLM:
     """A model in mxfp4 and bfloat16, in stacked layers."""
     buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
-    llm = build_llm(path, buckets, dtype="bfloat16", quantization="mxfp4", scan=True, backend=backend)
+    llm = build_llm(path, buckets, dtype="bfloat16", quantization="mxfp4", scan=True, decode_steps=1, backend=backend)
     assert llm.engine.programs.config.backend == backend
     return llm
 

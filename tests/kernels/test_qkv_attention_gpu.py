@@ -147,7 +147,7 @@ CASES = {
 
 
 # Rings and pages that other cases have with other options.
-FURTHER = ("a ring that wraps", "a ring of its window", "bfloat16", "pages")
+FURTHER = ("a ring that wraps", "a ring of its window", "bfloat16", "pages", "several tokens, bfloat16, pages")
 
 
 @pytest.mark.slow
@@ -200,7 +200,12 @@ NO_POWERS = "no powers of two, rotated in part, norms with an offset"
     [
         (NO_POWERS, {}, True, False),
         ("several tokens, some of them new, across shares", {}, True, False),
-        ("several tokens, some of them new, across shares", {"MOST_SHARES": 9}, True, True),
+        pytest.param(
+            "several tokens, some of them new, across shares",
+            {"MOST_SHARES": 9},
+            *(True, True),
+            marks=pytest.mark.release,
+        ),
         pytest.param(NO_POWERS, {"CONCURRENT": 1}, False, False, marks=pytest.mark.release),
         (NO_POWERS, {"CONCURRENT": 1, "SHARES_OF_MANY": 2}, False, True),
         (NO_POWERS, {"MOST_SHARES": 1}, True, True),
