@@ -123,7 +123,7 @@ def test_decoding_is_the_pass_of_training(tmp_path):
     hf, model, weights = drawn("b")
     save_model(tmp_path, hf, model, weights)
     half, buckets = LENGTH // 2, Buckets(prefill=(LENGTH,), batch=(2,), cache=(2 * LENGTH,))
-    llm = build_llm(tmp_path, buckets, max_batch=2, max_len=2 * LENGTH)
+    llm = build_llm(tmp_path, buckets, max_batch=2, max_len=2 * LENGTH, decode_steps=1)
     begin = TOKENS[:, :half].tolist()
     outputs = llm.generate(begin, SamplingParams(temperature=0, max_tokens=half, ignore_eos=True))
     rows = np.array([row + output.outputs[0].token_ids for row, output in zip(begin, outputs, strict=True)])

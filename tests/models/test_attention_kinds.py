@@ -56,10 +56,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, checkpoint):
     """An LLM of four rows, its layers unrolled, and its checkpoint. It has two cache buckets where layers expand what
-    they read."""
-    path = checkpoint(request.param, **FEWER.get(request.param, {}))
-    cache = (32, MAX_LEN) if request.param == "minicpm3" else (MAX_LEN,)
-    return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
+    they read. Several steps in a program, which know nothing of layers, are latents' alone; `test_cache` and the tests
+    of speculation have others."""
+    path, latents = checkpoint(request.param, **FEWER.get(request.param, {})), request.param == "minicpm3"
+    buckets = Buckets(prefill=(16,), batch=(4,), cache=(32, MAX_LEN) if latents else (MAX_LEN,))
+    return build_llm(path, buckets, decode_steps=None if latents else 1), path
 
 
 @pytest.mark.slow

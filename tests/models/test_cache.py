@@ -103,7 +103,7 @@ def test_the_pace_of_the_host_changes_nothing(options, llm_of):
 def test_cache_buckets(checkpoint):
     """Attention reads up to the smallest bucket that holds every row."""
     buckets, path = Buckets(prefill=(8,), batch=(2,), cache=(24, MAX_LEN)), checkpoint("llama", num_hidden_layers=1)
-    llm = build_llm(path, buckets)
+    llm = build_llm(path, buckets, decode_steps=1)
     prompts = random_prompts([10, 3, 30, 1], seed=5)
     seen = set()
     get = llm.engine.programs.get

@@ -47,7 +47,7 @@ def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoin
     """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not. What
     is not valid holds NaN, or other numbers, the second time, and changes nothing."""
     path, (prompt,), shares = checkpoint(family, **sizes), random_prompts([45]), []
-    llm = build_llm(path, Buckets((16,), (2,), (64,)), kv_cache_dtype=dtype)
+    llm = build_llm(path, Buckets((16,), (2,), (64,)), kv_cache_dtype=dtype, decode_steps=1)
     logits, params = llm.logits(prompt), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=20)
     assert_rounded(logits, reference(path, prompt, dtype), reference(path, prompt))
     outputs = llm.generate([prompt[:20], prompt[20:27]], params)
@@ -60,18 +60,16 @@ def test_logits_are_those_of_a_cache_that_rounds(family, sizes, dtype, checkpoin
     assert 0 < max(shares) < 1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
-    ("family", "dtype", "parallel"),
-    [
-        ("llama", "int4", "cp=2,tp=2"),
-        pytest.param("minicpm3", "int8", "cp=2,dp=2", marks=pytest.mark.release),
-    ],
+    ("family", "dtype", "parallel"), [("llama", "int4", "cp=2,tp=2"), ("minicpm3", "int8", "cp=2,dp=2")]
 )
 def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
     """Of prompts by the tokens that follow them."""
     path, (prompt,) = checkpoint(family, num_hidden_layers=1), random_prompts([36])
-    sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    sizes = dict(
+        dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), decode_steps=1, progress=False
+    )
     one, several = (LLM(path, kv_cache_dtype=dtype, parallel=p, **sizes) for p in (None, parallel))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20)
     (output,) = several.generate([prompt], params)

@@ -57,7 +57,7 @@ def paths(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(paths) -> LLM:
     """Four lanes on one device."""
-    return build_llm(paths["delay 1"], BUCKETS)
+    return build_llm(paths["delay 1"], BUCKETS, decode_steps=1)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
@@ -93,7 +93,8 @@ def test_decoding_equals_one_pass(alone):
 )
 def test_meshes_give_the_same(name, parallel, paths):
     """One lane on each device, or several; the programs have the collectives that were promised."""
-    llm, prompts = build_llm(paths[name], BUCKETS, parallel=parallel), random_prompts([20, 7, 33, 12], seed=4)
+    llm = build_llm(paths[name], BUCKETS, parallel=parallel, decode_steps=1)
+    prompts = random_prompts([20, 7, 33, 12], seed=4)
     for prompt, tokens in zip(prompts, tokens_of(llm, prompts, GREEDY), strict=True):
         logits = lane_logits(CASES[name], [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
         assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < 1e-3

@@ -30,7 +30,7 @@ def paths(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def llm(paths) -> LLM:
-    return build_llm(paths[1], BUCKETS)
+    return build_llm(paths[1], BUCKETS, decode_steps=1)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llama(checkpoint) -> LLM:
-    return build_llm(checkpoint("llama", num_hidden_layers=1), TWO_SIZES)
+    return build_llm(checkpoint("llama", num_hidden_layers=1), TWO_SIZES, decode_steps=1)
 
 
 # Rings, states and latents.
@@ -35,7 +35,7 @@ def llama(checkpoint) -> LLM:
 )
 def test_packed_prompts_give_the_tokens_of_transformers(family, sizes, checkpoint):
     path = checkpoint(family, **sizes)
-    assert_packed(build_llm(path, ONE_SIZE), path)
+    assert_packed(build_llm(path, ONE_SIZE, decode_steps=1), path)
 
 
 def assert_packed(llm: LLM, path: Path) -> list[list[int]]:
@@ -65,7 +65,7 @@ def test_a_step_holds_tiles_of_many_prompts(llama):
     assert llama.stats.dispatches - before == 2  # five tiles, of which a step has four
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_tiles_by_the_kernel_for_gpus_have_the_logits_of_xla(checkpoint):
     """Layers with rings and sinks, and full ones, in bfloat16. Each token takes every expert: where two experts score
     alike, the last bit of attention would choose between them."""
