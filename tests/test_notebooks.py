@@ -39,6 +39,7 @@ LESS = {
     },
     "02_sharding": {
         '"num_hidden_layers": 2, "num': '"num_hidden_layers": 1, "num',
+        "max_len=64, buckets=buckets, parallel=p": "max_len=64, buckets=buckets, decode_steps=1, parallel=p",
         'PLANS = ["dp=8", "tp=4,dp=2", "tp=8", "tp=8,rules=tp_sp"]': 'PLANS = ["tp=8,rules=tp_sp"]',
         'PLANS += ["tp=4,cp=2", "tp=4,cp=2,rules=helix", "tp=4,cp=2,rules=tp2d"]': 'PLANS += ["tp=4,cp=2"]',
     },
