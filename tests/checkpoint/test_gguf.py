@@ -357,7 +357,7 @@ def smollm2() -> GGUFCheckpoint:
     return GGUFCheckpoint(resolve("smollm2"))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_smollm2_equals_the_package_reader(smollm2):
     reader = GGUFReader(smollm2.path)
     theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}

@@ -87,7 +87,7 @@ def test_outputs_and_load_are_the_same(placement, parallel, scan, folder, expect
     assert_same(make(folder, scan=scan, **options), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_converted_and_quantised(folder, tmp_path):
     """Both orders of placing and quantising store the same numbers."""
     COPIED.write(tmp_path / "placement.json")

@@ -60,10 +60,8 @@ def _dequantized(arrays: tuple[jax.Array, ...], scheme: Scheme, contracting: tup
 # ---- converted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parallel"), [("mxfp4", "tp=5"), pytest.param("int8", "tp=4", marks=pytest.mark.release)]
-)
+@pytest.mark.release
+@pytest.mark.parametrize(("name", "parallel"), [("mxfp4", "tp=5"), ("int8", "tp=4")])
 def test_converted_weights_are_those_made_at_load(name, parallel, tmp_path):
     """On a mesh that copies heads and pads the vocabulary, of stacked layers; also made from floats. `test_convert` has
     each scheme on one device."""

@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama tova": {"cache_policy": f"tova:{BUDGET}:{INTERVAL}"},  # below
 }
 # Levels and stacked layers are in `test_layer_preferences.py`; cells of each kind, and their counts, are below.
-MARKS: dict[str, Any] = {"llama": [], "llama mesh": pytest.mark.slow}
+MARKS: dict[str, Any] = {"llama": []}
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_what_is_not_compacted_is_what_it_would_be(checkpoint, bounded, llama):
     assert some != tokens
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_penalties_and_grammars_go_on(bounded):
     """What was generated counts, whatever the cache still has of it; and the host may choose tokens. Together, so that
     programs are of one mode."""

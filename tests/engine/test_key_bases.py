@@ -99,7 +99,7 @@ def test_rows_are_what_they_are_alone(selecting, path):
         assert tokens_of(selecting, PROMPTS, GREEDY) == alone
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_other_forms(path, selecting):
     """Stacked, on a mesh, with drafts."""
     options = {"scan": True, "parallel": "dp=2,tp=2", "speculation": "ngram:3"}

@@ -108,13 +108,9 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
         assert (engine.stats.saved_snapshots, engine.stats.cached_pages) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
-    ("family", "parallel"),
-    [
-        ("gemma2", "dp=2,cp=2"),
-        *(pytest.param("gpt_oss", x, marks=pytest.mark.release) for x in ("dp=2,cp=2", "dp=2,cp=2,tp=2")),
-    ],
+    ("family", "parallel"), [("gemma2", "dp=2,cp=2"), ("gpt_oss", "dp=2,cp=2"), ("gpt_oss", "dp=2,cp=2,tp=2")]
 )
 def test_devices_save_their_parts(family, parallel, checkpoint, llm_of):
     """Each replica has snapshots of its rows, and each device its part of them."""

@@ -68,7 +68,7 @@ LENGTHS = [3, 5, 19, 30, 8, 9]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "preempted"])
+@pytest.mark.parametrize("parallel", [None, pytest.param("dp=2,tp=2", marks=pytest.mark.release), "preempted"])
 def test_outputs_follow_their_grammars_and_change_no_other(path, llm, parallel, monkeypatch):
     """More prompts than rows, beside those that follow none; on a mesh, where pages run out, and again, from the cache:
     the tokens are those of each alone. On the mesh all are scored: so its programs are of one mode."""
@@ -121,7 +121,7 @@ def answers(llm: LLM, schemas: list[dict], **options):
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.release)])
 def test_every_answer_to_a_random_schema_validates(path, count):
     """A random model writes anything that it may."""
-    llm, random = build_llm(path, Buckets((8,), (8,), (256,))), Random(count)
+    llm, random = build_llm(path, Buckets((8,), (8,), (256,)), decode_steps=1), Random(count)
     schemas = [random_schema(random) for _ in range(count)]
     whole = 0
     for schema, answer in zip(schemas, answers(llm, schemas, whitespace_pattern=" ?"), strict=True):
