@@ -28,7 +28,7 @@ def folder(tmp_path) -> Path:
 @pytest.mark.slow
 def test_compile_among_modules_of_the_same_names(folder, tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"), layers=1)
-    buckets = ["--prefill-buckets", "8", "--batch-buckets", "1", "--cache-buckets", "32", "--modes", "greedy"]
+    buckets = ["--prefill-buckets", "8", "--batch-buckets", "1", "--cache-buckets", "32", "--modes", "embed"]
     command = [*COMMAND, "compile", str(model), "--target", "cpu", *buckets, "--out", "compiled", "--workers", "1"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
