@@ -172,7 +172,7 @@ def test_others_are_refused_by_what_they_need(family):
 
 @pytest.mark.slow
 def test_every_program_of_a_set_passes():
-    """Those of chunks and rows together consist of those of each; one mode is among them."""
+    """Programs of chunks and rows together consist of those of each, so that one mode of them is enough."""
     keys = [key for key in planned_keys(programs("llama").config) if key.limit == 32 and key.rows != 1]
     keys = [key for key in keys if key.mode == "greedy" or not (key.chunks and key.rows)]
     assert {key.mode for key in keys} == {"greedy", "sample", "logprobs"}

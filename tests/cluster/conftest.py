@@ -15,7 +15,7 @@ QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "lo
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    """Of 4 CPUs as Ray counts them, so that replicas find room on a small machine.
+    """The cluster has 4 CPUs as Ray counts them, so that replicas find room on a small machine.
 
     Its dozen processes take a tenth of a core, so it ends with this folder. Replicas load the programs that were
     compiled before, by variables that all processes inherit. None starts before there is something to do: as many would

@@ -185,7 +185,7 @@ def test_untrained_weights_are_stored_as_they_were(integer_experts):
     ("of", "scheme", "method"), [("model", "int4_g32", "nearest"), ("experts", "int4", "hadamard+gptq+lowrank:4")]
 )
 def test_further_weights_are_stored_as_they_were(request, words, tmp_path, of, scheme, method):
-    """Rotations and branches included."""
+    """Rotations and branches are stored too."""
     model = request.getfixturevalue(of)
     calibrate(model, tmp_path / "q", data=TextSample(words, 256, 64), method=method, scheme=scheme, dtype="float32")
     assert_stored_and_multiplied_alike(tmp_path / "q")
