@@ -89,9 +89,9 @@ def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
 
 
 def unsupported(q: Shaped, cache: KvCache, *, visits: int = 0, blocks: Blocks | None = None) -> str | None:
-    """Why the kernel cannot run q [P, C, K, G, h] on a cache, or None if it can. The cache's arrays may be shapes.
+    """Why the kernel cannot run q [P, C, K, G, h] on a cache, or None if it can. The arrays may be shapes.
 
-    visits: the most blocks that are listed for a tile.
+    q: as `narrowed` has them. visits: the most blocks that are listed for a tile.
     """
     k, scales = cache.k, cache.scaled
     dtype, slots, size = jnp.dtype(k.dtype), k.shape[-2], k.shape[-1]
@@ -112,20 +112,26 @@ def unsupported(q: Shaped, cache: KvCache, *, visits: int = 0, blocks: Blocks | 
     scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (cache.columns or 0) + listed)
     if scalars > SMEM_BYTES:
         return f"tables of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
-    need = _vmem_bytes(q, dtype.itemsize, scale_rows(q.shape[2]) if scales else 0, blocks)
+    need = _vmem_bytes(q, size * dtype.itemsize, scale_rows(q.shape[2]) if scales else 0, blocks)
     if need > VMEM_BYTES:
         return f"{q.shape[3]} heads of size {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
+
+
+def narrowed(q: Shaped, key_size: int | None) -> jax.ShapeDtypeStruct:
+    """Queries of which the kernel reads the lanes that meet keys. key_size: see `AttentionOptions`."""
+    size = min(pl.cdiv(key_size or q.shape[-1], LANES) * LANES, q.shape[-1])
+    return jax.ShapeDtypeStruct((*q.shape[:-1], size), q.dtype)
 
 
 def _default(q: Shaped) -> Blocks:
     return blocks(q.shape[1], q.shape[3], q.shape[4], jnp.dtype(q.dtype).itemsize)
 
 
-def _vmem_bytes(q: Shaped, itemsize: int, scales: int, blocks: Blocks) -> int:
-    """itemsize: of the cache. scales: how many scales of a position are copied."""
+def _vmem_bytes(q: Shaped, cell: int, scales: int, blocks: Blocks) -> int:
+    """cell: bytes of one. scales: how many scales of a position are copied."""
     *_, group, size = q.shape
-    queries, position = blocks.queries * group, size * itemsize + 4 * (scales and -(-scales // SUBLANES) * SUBLANES)
+    queries, position = blocks.queries * group, cell + 4 * (scales and -(-scales // SUBLANES) * SUBLANES)
     state = queries * (4 * size * jnp.dtype(q.dtype).itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
     return state + 2 * BUFFERS * blocks.keys * position + 3 * 4 * blocks.rows * blocks.keys
 
@@ -150,23 +156,25 @@ def prefill_attention(
     Returns out [P, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [P, C, K, G] float32.
     Raises ValueError with the reason of `unsupported`, for a ring without a window and for visits without blocks.
     """
-    window = options.shared_window
-    if reason := unsupported(q, cache, visits=0 if visits is None else visits.shape[-1], blocks=blocks):
+    window, narrow = options.shared_window, narrowed(q, options.key_size)
+    if reason := unsupported(narrow, cache, visits=0 if visits is None else visits.shape[-1], blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this prefill attention: {reason}")
     if cache.ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
     if visits is not None and blocks is None:
         raise ValueError("visits are numbers of blocks: pass `blocks`, which says of what size")
-    blocks = blocks or _default(q)
+    first_value = 0 if options.key_size is None else options.key_size // LANES * LANES
+    blocks = blocks or _default(narrow)
     arrays = [x if cache.k.ndim == 5 else x[None] for x in cache.arrays]
     scalars = _scalars(cache, rows, positions, window, visits, blocks)
     if not interpret:  # otherwise XLA would bring a small cache to VMEM
         arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
-    inputs = _lay_out(q, positions, options.sinks, arrays)
+    inputs = _lay_out(q[..., : narrow.shape[-1]], positions, options.sinks, arrays)
     kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
-    scratch = _scratch(inputs, _lanes_of(cache, options)[1], blocks)
+    scratch = _scratch(inputs, first_value, blocks)
     out, lse = _call(kernel, scalars, inputs, scratch, blocks, _cost(q.shape, cache, window, blocks, inputs), interpret)
-    return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
+    out = out.reshape(*q.shape[:-1], -1)
+    return jnp.pad(out, ((0, 0),) * 4 + ((first_value, 0),)), jnp.moveaxis(lse, 3, 1)
 
 
 def _capacity(cache: KvCache) -> int:
@@ -215,7 +223,6 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
     return functools.partial(
         _kernel,
         arrays=1 if cache.v is None else 2,
-        lanes=_lanes_of(cache, options),
         scaled=cache.scaled,
         most_listed=most_listed,
         scale=options.scale * LOG2E,
@@ -227,14 +234,6 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
         listed_keys=blocks.of_list,
         edge=blocks.edge,
     )
-
-
-def _lanes_of(cache: KvCache, options: AttentionOptions) -> tuple[int, int]:
-    """Where the keys of a cell end and its values begin, in whole tiles of lanes."""
-    size, keys = cache.k.shape[-1], options.key_size
-    if cache.v is not None or keys is None:
-        return size, 0
-    return min(pl.cdiv(keys, LANES) * LANES, size), keys // LANES * LANES
 
 
 def _cost(
@@ -262,7 +261,7 @@ def _call(
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
 ) -> Sequence[jax.Array]:
-    heads, group, chunks, width, size = inputs.q.shape
+    (heads, group, chunks, width, size), values = inputs.q.shape, scratch.acc.shape[-1]
     tile = blocks.queries
     specs = _Inputs(
         pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, _: (k, 0, p, t, 0)),
@@ -277,13 +276,13 @@ def _call(
             grid=(chunks, heads, pl.cdiv(width, tile)),
             in_specs=(specs,),
             out_specs=[
-                pl.BlockSpec((None, tile, group * size), lambda p, k, t, _: (p, t, k)),
+                pl.BlockSpec((None, tile, group * values), lambda p, k, t, _: (p, t, k)),
                 pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t)),
             ],
             scratch_shapes=[scratch],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((chunks, width, heads * group * size), inputs.q.dtype),
+            jax.ShapeDtypeStruct((chunks, width, heads * group * values), inputs.q.dtype),
             jax.ShapeDtypeStruct((chunks, heads, group, width), jnp.float32),
         ],
         # Checks triple the work of starting a copy; `TileStream` and `lasts` keep them in bounds.
@@ -296,7 +295,8 @@ def _call(
 
 def _scratch(inputs: _Inputs, first_value: int, blocks: Blocks) -> _Scratch:
     """first_value: where the values of a cell begin."""
-    (heads, group, _, _, size), cache, keys = inputs.q.shape, inputs.cache, blocks.keys
+    (heads, group, *_), cache, keys = inputs.q.shape, inputs.cache, blocks.keys
+    size = cache[0].shape[-1]
     stacked, parts = blocks.stacked(group), blocks.queries // blocks.part
     products, count = parts * (group // stacked), stacked * blocks.part
     return _Scratch(
@@ -364,7 +364,6 @@ def _kernel(
     scratch: _Scratch,
     *,
     arrays,
-    lanes,
     scaled,
     most_listed,
     scale,
@@ -382,7 +381,7 @@ def _kernel(
     in_vmem, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = scratch
     k_buf, v_buf, scales = in_vmem[0], in_vmem[arrays - 1], in_vmem[arrays:]
     products, rows, size = acc_s.shape
-    key_lanes, first_value = lanes
+    key_lanes, first_value = q_ref.shape[-1], v_buf.shape[-1] - size
     parts = query_s.shape[0]
     part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
@@ -430,7 +429,7 @@ def _kernel(
     def scores(product, keys, factor):
         """Logits [rows, n]."""
         of, tokens = heads_of(product)
-        queries = jnp.concatenate([q_ref[head, tokens, :key_lanes] for head in of])
+        queries = jnp.concatenate([q_ref[head, tokens] for head in of])
         dimensions = (((1,), (1,)), ((), ()))
         s = lax.dot_general(queries, keys, dimensions, exact, preferred_element_type=jnp.float32) * factor
         return s if softcap is None else softcap * jnp.tanh(s)
@@ -552,10 +551,8 @@ def _kernel(
             lse = top * (1 / LOG2E) + jnp.log(total)
             of, tokens = heads_of(product)
             for n, head in enumerate(of):
-                mine, first = slice(n * part, (n + 1) * part), head * (first_value + size)
-                if first_value:
-                    out_ref[tokens, first : first + first_value] = jnp.zeros((part, first_value), out_ref.dtype)
-                out_ref[tokens, first + first_value : first + first_value + size] = out[mine].astype(out_ref.dtype)
+                mine = slice(n * part, (n + 1) * part)
+                out_ref[tokens, head * size : (head + 1) * size] = out[mine].astype(out_ref.dtype)
                 for at in range(0, part, some):
                     column = jnp.where(row == lane, lse[mine][at : at + some], 0.0)
                     lse_ref[head, pl.ds(tokens.start + at, some)] = jnp.sum(column, axis=0)[:some]

@@ -46,15 +46,20 @@ def choose(
     *,
     listed: BlockList | None = None,
     capped: bool = False,
+    key_size: int | None = None,
 ) -> Choice:
     """The implementation for a cache, whose arrays may be shapes, as may the list of blocks.
 
     window: an array, or its shape, if it is each query's own. q: the queries [P, C, K, G, h]; None: they are not known
     yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked. capped: logits have a softcap, or
-    there are sinks, which matters for lists on GPUs.
+    there are sinks, which matters for lists on GPUs. key_size: see `AttentionOptions`.
     """
     if backend == "xla":
         return Choice(backend)
+    if backend == "pallas_tpu" and q is not None:
+        from inferlib.pallas_kernels.prefill_attention_tpu import narrowed
+
+        q = narrowed(q, key_size)
     return Choice.of(
         backend, _lacks(cache, window, backend, q, listed) or _lists_lack(cache, backend, q, listed, capped)
     )
@@ -195,7 +200,7 @@ def _by_tpu_kernel(
     visits = blocks = None
     if listed is not None:
         visits = listed.numbers
-        blocks = _tpu_blocks(q, cache, listed)
+        blocks = _tpu_blocks(prefill_attention_tpu.narrowed(q, options.key_size), cache, listed)
 
     def run(q, k, v, rows, positions, *, interpret: bool):
         of_call = replace(cache, k=k, v=v)

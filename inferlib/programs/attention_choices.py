@@ -119,7 +119,10 @@ def _choose_prefill(
             if sparse is not None and spec.reach is None:
                 listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(config.max_len, cache.slots))
             capped = spec.softcap is not None or spec.sinks
-            yield prefill_attention.choose(cache, spec.window, backend, q, listed=listed, capped=capped)
+            joint = q.shape[-2] // heads.queries
+            key_size = joint * spec.cache_sizes[0] if len(arrays) == 1 else None
+            how: Any = {"listed": listed, "capped": capped, "key_size": key_size}
+            yield prefill_attention.choose(cache, spec.window, backend, q, **how)
 
 
 def _queries(lead: tuple[int, int], model: AbstractModel, spec: AttentionSpec, arrays: Sequence[Any]) -> Any:

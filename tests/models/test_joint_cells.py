@@ -21,22 +21,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "count"),
-    # 64 fills a tile; 80, 96 and 32 are better in pairs, and 72 in fours; one head and three have no pairs.
+    ("heads", "group", "size", "count"),
     [
-        (8, 128, 1),
-        (8, 160, 2),
-        (8, 192, 2),
-        (8, 64, 2),
-        (8, 144, 4),
-        (6, 144, 2),
-        (1, 160, 1),
-        (3, 192, 1),
-        (8, 224, 1),
+        *((8, 4, 128, 1), (8, 4, 112, 1)),  # keys fill their lanes
+        *((8, 4, 64, 2), (8, 4, 80, 2), (8, 4, 96, 2), (8, 4, 32, 4), (8, 4, 72, 4)),
+        *((1, 4, 64, 1), (3, 4, 64, 1), (6, 2, 72, 2)),  # as many as divide the heads
+        *((8, 8, 64, 2), (8, 9, 64, 1)),  # and have few queries
     ],
 )
-def test_cells_have_as_many_heads_as_save_padding(heads, size, count):
-    assert heads_of_a_cell(heads, size, 128) == count
+def test_cells_have_as_many_heads_as_fill_lanes(heads, group, size, count):
+    assert heads_of_a_cell(heads, group, (size, size), 128) == count
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -8,11 +8,12 @@ LANES = 128
 
 
 class Cells:
-    """The cells of `heads` KV heads, of `group` query heads each. size: of a head."""
+    """The cells of `heads` KV heads, of `group` query heads each. size: of a head. apart: heads share no cells."""
 
     heads: int
     group: int
     size: int
+    apart: bool = False
 
     @property
     def one(self) -> bool:
@@ -22,7 +23,9 @@ class Cells:
     @property
     def joint(self) -> int:
         """How many KV heads share a cell."""
-        return heads_of_a_cell(self.heads, 2 * self.size, LANES) if self.one else 1
+        if self.apart or not self.one:
+            return 1
+        return heads_of_a_cell(self.heads, self.group, (self.size, self.size), LANES)
 
     @property
     def key_size(self) -> int | None:

@@ -38,6 +38,7 @@ class DecodeAttention(Cells):
     sinks: bool = False
     tree: bool = False
     writes: bool = False
+    apart: bool = False
 
     kernel = "decode_attention"
     floor_flops = 0
@@ -59,6 +60,7 @@ class DecodeAttention(Cells):
             window=seen and seen - queries + 1,
             slots=slots if seen and not pages else None,
             stored="int8" if itemsize == 1 else None,
+            apart=True,
         )
         return {"full rows": case, "unequal rows": replace(case, lengths=unequal(most, rows))}
 

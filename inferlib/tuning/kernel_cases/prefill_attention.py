@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from inferlib.tuning.kernel_cases.cells import Cells
+from inferlib.tuning.kernel_cases.cells import LANES, Cells
 
 POSITIONS = 8192  # tokens of a chunk and of what precedes it
 TILE = 256  # queries that share a list of blocks
@@ -111,7 +111,8 @@ class PrefillAttention(OneChunk, Cells):
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
         if self.listed is None:
-            return self.prefetched(blocks(self.width, *self.layout[1:], 2), layers=1)
+            size = -(-(self.key_size or self.size) // LANES) * LANES
+            return self.prefetched(blocks(self.width, self.layout[1], size, 2), layers=1)
         scalars, numbers = list(self.prefetched(listed_blocks(), layers=1).values()), self.visits
         counts = np.sum(numbers >= 0, axis=-1).reshape(1, -1)
         ordered = np.sort(np.where(numbers < 0, np.iinfo(np.int32).max, numbers), axis=-1).reshape(1, -1)
