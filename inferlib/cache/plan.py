@@ -650,9 +650,9 @@ class _Kind:
         """How many KV heads share a cell of a key and a value each."""
         if self.by_heads:
             return 1
-        layout, (key, value) = self.model.layout, spec.cache_sizes
+        layout = self.model.layout
         heads = layout.cache_heads(spec) // layout.shards.size(axes.KV_HEADS)
-        return heads_of_a_cell(heads, layout.heads(spec).queries, (key, value), self.lanes)
+        return heads_of_a_cell(heads, layout.heads(spec).queries, sum(spec.cache_sizes), self.lanes)
 
     def _check_packed(self, spec: AttentionSpec | MlaSpec) -> None:
         """Raise ConfigurationError for cells that cannot have four bits."""

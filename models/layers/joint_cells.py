@@ -1,10 +1,9 @@
 """Cells of the cache that several KV heads share.
 
 Where memory is tiled by 128 numbers, a cell of a key and a value of 80 numbers each would be padded to 256. The keys
-and values of two heads take 384, a quarter less. A key of 64 numbers would fill half of a tile in products. Kernels see
-a joint cell as one key and one value: the queries of each head are zero where the keys of the others lie, and of the
-output each head takes its values. Letters: K KV heads with G query heads each, J = K / n cells of n heads, h the size
-of a head.
+and values of two heads take 384, a quarter less. Kernels see a joint cell as one key and one value: the queries of each
+head are zero where the keys of the others lie, and of the output each head takes its values. Letters: K KV heads with G
+query heads each, J = K / n cells of n heads, h the size of a head.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ import jax.numpy as jnp
 MOST_QUERIES = 16  # heads of queries that meet a cell: with more, fewer tokens of a prompt would fit a tile
 
 
-def heads_of_a_cell(heads: int, group: int, sizes: tuple[int, int], lanes: int) -> int:
-    """How many of `heads` KV heads share a cell, for `group` query heads each and keys and values of these sizes, where
-    cells are a multiple of `lanes`.
+def heads_of_a_cell(heads: int, group: int, size: int, lanes: int) -> int:
+    """How many of `heads` KV heads share a cell, for `group` query heads each. size: numbers of a key and its value.
 
-    They are the fewest whose cells are at most a fifth padding and whose keys fill three quarters of a tile of lanes;
-    or else those with least padding. Prefill attention takes longer the more there are, as the queries of a head meet
-    the keys of all.
+    They are the fewest whose cells, multiples of `lanes`, are at most a fifth padding, or else those with least.
+
+    Prefill attention takes longer the more there are, as the queries of a head meet the keys of all.
     """
-    size, counts = sum(sizes), [n for n in (1, 2, 4) if heads % n == 0 and (n == 1 or n * group <= MOST_QUERIES)]
+    counts = [n for n in (1, 2, 4) if heads % n == 0 and (n == 1 or n * group <= MOST_QUERIES)]
     padding = {n: -(-n * size // lanes) * lanes / (n * size) for n in counts}
-    filled = (n for n in counts if padding[n] <= 1.25 and 4 * n * sizes[0] >= 3 * lanes)
-    return next(filled, min(counts, key=padding.__getitem__))
+    return next((n for n in counts if padding[n] <= 1.25), min(counts, key=padding.__getitem__))
 
 
 def joint_cells(x: jax.Array, count: int) -> jax.Array:

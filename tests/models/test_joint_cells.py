@@ -23,14 +23,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 @pytest.mark.parametrize(
     ("heads", "group", "size", "count"),
     [
-        *((8, 4, 128, 1), (8, 4, 112, 1)),  # keys fill their lanes
-        *((8, 4, 64, 2), (8, 4, 80, 2), (8, 4, 96, 2), (8, 4, 32, 4), (8, 4, 72, 4)),
-        *((1, 4, 64, 1), (3, 4, 64, 1), (6, 2, 72, 2)),  # as many as divide the heads
-        *((8, 8, 64, 2), (8, 9, 64, 1)),  # and have few queries
+        *((8, 4, 64, 1), (8, 4, 112, 1)),  # a key and its value fill tiles, or nearly
+        *((8, 4, 80, 2), (8, 4, 96, 2), (8, 4, 32, 2), (8, 4, 72, 4)),
+        *((1, 4, 80, 1), (3, 4, 80, 1), (6, 2, 72, 2)),  # as many as divide the heads
+        *((8, 8, 80, 2), (8, 9, 80, 1)),  # and as have at most 16 queries together
     ],
 )
 def test_cells_have_as_many_heads_as_fill_lanes(heads, group, size, count):
-    assert heads_of_a_cell(heads, group, (size, size), 128) == count
+    assert heads_of_a_cell(heads, group, 2 * size, 128) == count
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

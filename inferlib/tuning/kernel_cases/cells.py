@@ -25,7 +25,7 @@ class Cells:
         """How many KV heads share a cell."""
         if self.apart or not self.one:
             return 1
-        return heads_of_a_cell(self.heads, self.group, (self.size, self.size), LANES)
+        return heads_of_a_cell(self.heads, self.group, 2 * self.size, LANES)
 
     @property
     def key_size(self) -> int | None:
