@@ -48,6 +48,12 @@ class Pages:
         """Blocks of a row."""
         return pl.cdiv(self.capacity if self.seen is None else span(self.seen, self.unit), self.block)
 
+    @property
+    def size(self) -> int:
+        """Positions of a row that is one block: whole units for those that are read or, within a window, for those that
+        are seen."""
+        return self.block if self.seen is None else min(pl.cdiv(self.seen, self.unit) * self.unit, self.block)
+
     def first(self, length: jax.Array) -> jax.Array | int:
         """The first position that is read of a row of this length."""
         return 0 if self.seen is None else div(jnp.maximum(length - self.seen, 0), self.unit) * self.unit

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 from inferlib.pallas_kernels.block_stream_tpu import BlockStream
-from inferlib.pallas_kernels.row_stream_tpu import RowStream
+from inferlib.pallas_kernels.row_stream_tpu import WRITTEN_ALIKE, RowStream
 
 LANES, SUBLANES = 128, 8
 ABSENT = -(1 << 20)  # the place of cells that are not in a block
@@ -49,12 +49,14 @@ def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int, togethe
 class CellPlace(NamedTuple):
     """Where the new cells of a row are. row: its number. there: whether its block has any that are written. slot: the
     slot of the row that the block begins in; of a ring it may lie behind the end. first: the place in the block at
-    which they begin, less than the block's size; `ABSENT` if they are not there."""
+    which they begin, less than the block's size; `ABSENT` if they are not there. last: that of the row's last position,
+    if it is known."""
 
     row: jax.Array
     there: jax.Array
     slot: jax.Array | int
     first: jax.Array
+    last: jax.Array | None = None
 
 
 def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +83,8 @@ class CellWriter:
     buffer to the cache, [n, tiles, K, tile, ...], because the block itself changes once it is used. Buffers come in
     groups of `stream.together`, and a buffer is the `number`-th of a group. semaphores [arrays, groups]. pending, each
     [groups]: how many tiles of a group are on their way to the cache: blocks' first ones, of every array, and then of
-    each array all others.
+    each array all others. For rows of a `RowStream`, trimmed: the arrays in whose blocks zeros follow a row's last
+    position in its tile; later: first tiles are copied to the cache by `send`.
     """
 
     stream: BlockStream | RowStream
@@ -92,6 +95,8 @@ class CellWriter:
     staged: Sequence[Any]
     semaphores: Any
     pending: Sequence[Any]
+    trimmed: Sequence[int] = ()
+    later: bool = False
 
     def begin(self) -> None:
         for pending in self.pending:
@@ -121,6 +126,8 @@ class CellWriter:
                     here = head, pl.ds(start, tile)
                     merged = _merged(block[here], cell, inside)
                     staged[buffer, j, head] = merged
+                    if n in self.trimmed:
+                        merged = until(merged, at.last - start)
                 else:
                     here = pl.ds(head, 1), pl.ds(start, tile)
                     merged, lane = block[here], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
@@ -128,21 +135,50 @@ class CellWriter:
                         merged = jnp.where(lane == place, x, merged)
                     staged[buffer, j, pl.ds(head, 1)] = merged
                 block[here] = merged
+            if j == 0 and self.later:
+                return
             # Found once for arrays with the same tiles, and before the condition: under it, every scalar that is read
             # costs instructions to choose its address.
             target = targets.get((tile, j)) or self._place_in_cache(at, start)
             if j == 0:  # what is found in the branch of another tile is not known outside it
                 targets[tile, j] = target
             else:
-                self.pending[1 + n][group] += 1
+                self.pending[1 + n][group] += at.there.astype(jnp.int32)
             pl.when(at.there)(self._copy(n, j, group, buffer, *target).start)
 
-        self._each_tile(at.first, put_tile)
+        self._each_tile(at, put_tile)
         return at.there.astype(jnp.int32)
 
     def sent(self, group: jax.Array, count: jax.Array) -> None:
         """Tell the writer how many first tiles of a group have been put."""
         self.pending[0][group] = count
+
+    def send(self, group: jax.Array, place: jax.Array) -> None:
+        """Start to copy the first tiles of a group of a `RowStream`, at a place on chip, if they are copied `later`: as
+        one if they go to the same slots, each in a page of its own."""
+        stream, together = self.stream, self.stream.together
+        assert isinstance(stream, RowStream)
+
+        def target(row: jax.Array, n: int) -> tuple[Any, tuple[Any, Any]]:
+            at = self.of_row(row)
+            return at.there, self._place_in_cache(at, self._first_tile(at, self.staged[n].shape[3]))
+
+        def send_each() -> None:
+            for number in range(together):
+                for n in range(len(self.staged)):
+                    there, to = target(stream.first_row(group) + number, n)
+                    pl.when(there)(self._copy(n, 0, place, place * together + number, *to).start)
+
+        def send_alike() -> None:
+            for n, staged in enumerate(self.staged):
+                _, (row, slot) = target(stream.first_row(group), n)
+                tiles = staged.at[pl.ds(place * together, together), 0]
+                self._to_cache(n, place, tiles, (pl.ds(row, together), slot)).start()
+
+        if self.later:
+            alike = stream.has(group, WRITTEN_ALIKE)
+            seldom(alike, send_alike)
+            seldom(~alike, send_each)
 
     def end(self) -> None:
         """Wait until all cells are in the cache."""
@@ -166,7 +202,8 @@ class CellWriter:
         """The new cells of a row of a `RowStream`."""
         assert isinstance(self.stream, RowStream)
         live, origin = self.stream.live[row], self.stream.origin
-        return self._unless_written(CellPlace(row, live > 0, 0 if origin is None else origin[row], live - self.new))
+        slot = 0 if origin is None else origin[row]
+        return self._unless_written(CellPlace(row, live > 0, slot, live - self.new, live - 1))
 
     def _unless_written(self, at: CellPlace) -> CellPlace:
         if self.written is None:
@@ -198,16 +235,22 @@ class CellWriter:
             return first + cell
         return jnp.where(cell < self.new - self.written[row], -1, first + cell)
 
-    def _each_tile(self, first: jax.Array, act: Callable) -> None:
+    def _first_tile(self, at: CellPlace, tile: int) -> jax.Array:
+        """Where the first tile with new cells begins in the block, or with what would be one if any were written."""
+        first = at.first if at.last is None else at.last - (self.new - 1)
+        return pl.multiple_of(jnp.maximum(first, 0) & -tile, tile)
+
+    def _each_tile(self, at: CellPlace, act: Callable) -> None:
         """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block."""
         for n, staged in enumerate(self.staged):
-            tile, begin = staged.shape[3], jnp.maximum(first, 0)
+            tile = staged.shape[3]
             for j in range(staged.shape[1]):
-                start = pl.multiple_of((div(begin, tile) + j) * tile, tile)
+                start = pl.multiple_of(self._first_tile(at, tile) + j * tile, tile)
                 if j == 0:
                     act(n, j, start)
                 else:
-                    inside = (start < first + self.new) & (start < self.stream.pages.block)
+                    end = at.first + self.new if at.last is None else at.last + 1
+                    inside = (start < end) & (start < self.stream.pages.block)
                     pl.when(inside)(lambda n=n, j=j, start=start: act(n, j, start))
 
     def _cells(self, rows: jax.Array, arrays: int) -> tuple[list[jax.Array], ...]:
@@ -230,21 +273,39 @@ class CellWriter:
 
     def _copy(self, n: int, j: int, group: jax.Array, buffer: jax.Array, page: jax.Array, slot: jax.Array):
         """The copy of array n's j-th staged tile to a page of the cache, from a slot on."""
-        tile = self.staged[n].shape[3]
-        slots = pl.ds(pl.multiple_of(slot, tile), tile)
-        target = self.stream.arrays[n].at[self.stream.layer[0], page, :, slots]
-        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self.semaphores.at[n, group])
+        return self._to_cache(n, group, self.staged[n].at[buffer, j], (page, slot))
+
+    def _to_cache(self, n: int, group: jax.Array, tiles: Any, place: tuple[Any, jax.Array]):
+        """The copy of a tile of array n, or of several, to a page of the cache, or to several, from a slot on."""
+        (page, slot), tile = place, self.staged[n].shape[3]
+        target = self.stream.arrays[n].at[self.stream.layer[0], page, :, pl.ds(pl.multiple_of(slot, tile), tile)]
+        return pltpu.make_async_copy(tiles, target, self.semaphores.at[n, group])
 
 
 def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
     """tile [t, h] with float32 cells [1, h] put at places, in words of 32 bits; places outside the tile are skipped."""
     words = pltpu.bitcast(tile, jnp.int32)
     packed = tile.shape[0] // words.shape[0]
-    bits = 32 // packed
-    row = lax.broadcasted_iota(jnp.int32, words.shape, 0)
     for cell, place in zip(cells, places, strict=True):
         new = pltpu.bitcast(jnp.broadcast_to(cell, tile.shape).astype(tile.dtype), jnp.int32)
-        mask = jnp.int32(-1) if packed == 1 else jnp.int32((1 << bits) - 1) << (place & (packed - 1)) * bits
-        mask = jnp.where(row == place >> packed.bit_length() - 1, mask, 0)
+        mask = fields(words.shape, packed, lambda position, place=place: position == place)
         words = (words & ~mask) | (new & mask)
     return pltpu.bitcast(words, tile.dtype)
+
+
+def until(tile: jax.Array, last: jax.Array) -> jax.Array:
+    """tile [t, h] with zeros behind position `last`."""
+    words = pltpu.bitcast(tile, jnp.int32)
+    mask = fields(words.shape, tile.shape[0] // words.shape[0], lambda position: position <= last)
+    return pltpu.bitcast(words & mask, tile.dtype)
+
+
+def fields(shape: tuple[int, ...], packed: int, chosen: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """A mask of words, `packed` positions each, that says which of the positions are chosen."""
+    position, bits = packed * lax.broadcasted_iota(jnp.int32, shape, 0), 32 // packed
+    mask = jnp.zeros(shape, jnp.int32)
+    for n in range(packed):
+        field = ((1 << bits) - 1) << n * bits
+        field = jnp.int32(field - (1 << 32) if field >> 31 else field)
+        mask |= jnp.where(chosen(position + n), field, 0)
+    return mask

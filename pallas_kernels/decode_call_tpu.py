@@ -21,6 +21,7 @@ from inferlib.attention_values import AttentionOptions, KvCache, NewCells
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E
 from inferlib.pallas_kernels.block_stream_tpu import Pages
 from inferlib.pallas_kernels.cell_write_tpu import tile_of
+from inferlib.pallas_kernels.row_stream_tpu import ALIKE, WRITTEN_ALIKE
 
 MOST_MASKED = 32  # queries of a row with a mask: one bit of a word each
 
@@ -29,15 +30,15 @@ class Scalars(NamedTuple):
     """Scalar memory: lengths [B]; layer [1]; origin [B], the slot of the first position that is read; the page table
     [B * M]; written [B], how many of a row's new cells are. For a kernel that takes rows together, lengths are how many
     positions are read; it computes no more scalars than it must. `origin` is None if it is 0, and for a kernel that
-    takes rows one by one also if they are no rings. alike: for each group of rows that are pages and are taken
-    together, 1 if all are read in the same slots."""
+    takes rows one by one also if they are no rings. traits: of each group of rows that are taken together, the sum of
+    `ALIKE` and `WRITTEN_ALIKE` where they apply."""
 
     lengths: Any
     layer: Any
     origin: Any = None
     table: Any = None
     written: Any = None
-    alike: Any = None
+    traits: Any = None
 
 
 class Inputs(NamedTuple):
@@ -85,14 +86,6 @@ def lay_out(
         bits = jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES))
         inputs = inputs._replace(mask=bits)
     return inputs
-
-
-def _alike(scalars: Scalars, unit: int, together: int) -> jax.Array:
-    """`Scalars.alike` for groups of `together` rows, which are read in whole units."""
-    units = -(-scalars.lengths // unit)
-    slots = [units] if scalars.origin is None else [units, scalars.origin]
-    groups = jnp.stack(slots).reshape(len(slots), -1, together)
-    return jnp.all(groups == groups[:, :, :1], axis=(0, 2)).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -165,14 +158,33 @@ class Call:
             scalars = scalars._replace(origin=pages.first(scalars.lengths))
         if cache.ring:  # divided here: the scalar unit is slow at it
             scalars = scalars._replace(origin=lax.rem(scalars.origin, pages.capacity))
-        if kernel.together > 1 and cache.pages is None:
-            scalars = scalars._replace(alike=_alike(scalars, pages.unit, kernel.together))
         if cache.pages is not None:
             last = cache.k.shape[-4] - 1
             scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, last).reshape(-1))
         if new is not None and new.written is not None:
             scalars = scalars._replace(written=new.written)
-        return scalars
+        return self._of_groups(scalars, kernel) if kernel.together > 1 else scalars
+
+    def _of_groups(self, scalars: Scalars, kernel: Kernel) -> Scalars:
+        """The scalars, with those of a kernel that takes rows together."""
+        pages, tile = kernel.pages, tile_of(5, self.cache.k.dtype)
+        lengths, slot = scalars.lengths, 0 if scalars.origin is None else scalars.origin
+
+        def grouped(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, kernel.together)
+
+        def same(x: jax.Array) -> jax.Array:
+            return jnp.all(grouped(x) == grouped(x)[:, :1], axis=1)
+
+        traits = jnp.zeros(len(lengths) // kernel.together, jnp.int32)
+        if pages.columns is None:
+            alike = same(-(-lengths // pages.unit)) & same(jnp.broadcast_to(slot, lengths.shape))
+            traits += jnp.where(alike, ALIKE, 0)
+            if self.writes:
+                there = lengths > 0 if scalars.written is None else (lengths > 0) & (scalars.written > 0)
+                tiles = (jnp.maximum(lengths - self.shape[1], 0) + slot) // tile
+                traits += jnp.where(same(tiles) & jnp.all(grouped(there), axis=1), WRITTEN_ALIKE, 0)
+        return scalars._replace(traits=traits)
 
     def _outputs(self, kernel: Kernel, scalars: Scalars, inputs: Inputs) -> Outputs:
         rows, queries, heads, group, size = self.shape

@@ -8,7 +8,7 @@ others. Copies are started without a branch too, one for each page of a row, as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import Pages, span
-from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of, writer_scratch
+from inferlib.pallas_kernels.cell_write_tpu import CellWriter, fields, tile_of, tiles_of, until, writer_scratch
 from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
 from inferlib.pallas_kernels.generations_tpu import generation
 from inferlib.pallas_kernels.row_results_tpu import RowResults
@@ -27,9 +27,10 @@ from inferlib.pallas_kernels.row_stream_tpu import RowStream
 
 # Chosen by `benchmarks/kernels.py` on v5e, v6e and v7x.
 POSITIONS = 8192  # of all rows and heads of a step, times tiles of queries
+MOST_POSITIONS = {64: 9216}  # the same of so many rows: with windows of 128, rows have up to 144
 TOGETHER = (16, 8, 4)  # two rows leave more gaps than the other kernel, which makes the next row's logits early
 MANY = 16  # rows of a step that keep the matrix unit busy, so that two rows' products had better be one
-MORE = ("v6e", "v7x")  # take 32 rows together if they fit, as products take longer to arrive than elsewhere
+MORE = {"v6e": (32,), "v7x": (64, 32)}  # taken together if they fit, as products take longer to arrive than elsewhere
 PLACES = 4  # groups of rows on chip, a power of two
 MOST_PAGES = 8  # of a row: the copies of each are started in line
 RESULTS = 4  # groups whose results are being copied to memory
@@ -48,8 +49,8 @@ def rows_kernel(call: Call) -> Kernel | None:
     if cache.columns is not None and pl.cdiv(pages.block, call.slots) > MOST_PAGES:
         return None
     work = heads * pages.block * pl.cdiv(queries * group, SUBLANES)
-    for together in (32, *TOGETHER) if generation() in MORE else TOGETHER:
-        fits = together * work <= POSITIONS
+    for together in (*MORE.get(generation() or "", ()), *TOGETHER):
+        fits = together * work <= MOST_POSITIONS.get(together, POSITIONS)
         if rows % together == 0 and fits and together * _row_bytes(call, pages.block) <= VMEM_BYTES:
             scratch = functools.partial(_scratch, call=call, pages=pages, together=together)
             body = functools.partial(_kernel, call=call, pages=pages, together=together)
@@ -114,14 +115,16 @@ def _kernel(
         pages,
         together,
         *scalars[:4],
-        scalars.alike,
+        scalars.traits,
         outputs.cache if call.writes else inputs.cache,  # the same memory
         scratch.cache,
         scratch.sums,
         scratch.semaphores,
         in_tiles=call.interpret is True,
     )
-    writer = _writer(call, scalars, stream, scratch)
+    beside, more = 2 if together >= MANY else 1, stream.groups > stream.ahead  # than are started at first
+    clean = _trimmed(call, pages, beside)
+    writer = _writer(call, scalars, stream, scratch, clean)
     results = RowResults((outputs.out, outputs.lse), scratch.results, scratch.result_semaphores)
     group, heads = pl.program_id(0), call.shape[2]
 
@@ -136,9 +139,11 @@ def _kernel(
     if call.writes:
         writer.wait(place)
     results.make_room(group)
-    beside, more = 2 if together >= MANY else 1, stream.groups > stream.ahead  # than are started at first
     sides = [_Side(call, pages, inputs, stream, group, range(n, n + beside)) for n in range(0, together, beside)]
     each = [(side, head) for side in sides for head in range(heads)]
+    if not call.writes:  # or the writer does it
+        for block, at, tile in [end for side in sides for end in side.trimmed(clean)]:
+            block[at] = tile
     logits, taken = [], {}
     sent: Any = 0
     positions: Any = 0
@@ -154,13 +159,14 @@ def _kernel(
         if head == heads - 1 and more:  # the rows' cells have been read, and the copies of later ones may follow
             for number in side.numbers:
                 positions += stream.start_row(following, number)
-    if call.writes:
-        writer.sent(place, sent)
     dead = [live == 0 for side in sides for live in side.live for _ in range(heads)]
     results.put(group, [taken[at] for at in sorted(taken)], dead)
     if more:
         stream.started(following, positions)
     results.send(group)
+    if call.writes:
+        writer.sent(place, sent)
+        writer.send(group, place)
 
     def end():
         if call.writes:
@@ -170,17 +176,30 @@ def _kernel(
     seldom(group == stream.groups - 1, end)
 
 
-def _writer(call: Call, scalars: Scalars, stream: RowStream, scratch: _Scratch) -> CellWriter:
+def _trimmed(call: Call, pages: Pages, beside: int) -> Sequence[int]:
+    """The arrays of cells in whose blocks zeros follow a row's last position in its tile.
+
+    Products of values, and of keys side by side, meet what no query sees as zeros, and zero times NaN is not zero. int8
+    is never NaN. Where cells take the places of others, their words of 32 bits hold no others.
+    """
+    behind = pages.size < pages.block
+    if call.cache.k.dtype == jnp.int8 and not behind:
+        return ()
+    return range(0 if beside > 1 or behind else call.arrays - 1, call.arrays)
+
+
+def _writer(call: Call, scalars: Scalars, stream: RowStream, scratch: _Scratch, clean: Sequence[int]) -> CellWriter:
     (_, queries, _, group, _), scaled = call.shape, call.cache.scaled
-    copies = scratch.staged, scratch.write_semaphores, scratch.pending
-    return CellWriter(stream, queries, queries * group, scaled, scalars.written, *copies)
+    copies, later = (scratch.staged, scratch.write_semaphores, scratch.pending), stream.together > MANY
+    return CellWriter(stream, queries, queries * group, scaled, scalars.written, *copies, clean, later)
 
 
 class _Side:
     """Rows in buffers, of these numbers in their group, whose products are made together.
 
     The cells of n rows lie side by side in the matrix unit, and their queries below one another, n * R. Logits are in
-    units of log 2, as exponentials have base 2.
+    units of log 2, as exponentials have base 2. Within a window a row has W = `pages.size` positions here: those behind
+    take the places of as many first ones, which have left the window.
     """
 
     def __init__(
@@ -199,21 +218,27 @@ class _Side:
         self.q, self.sinks = inputs.q, inputs.sinks
         _, queries, _, group, _ = call.shape
         self.width, self.exact = queries * group, lax.Precision.HIGHEST if self.q.dtype == jnp.float32 else None
-        masks = [None if inputs.mask is None else inputs.mask[n] for n in numbers]
-        self.seen = self._stacked([self._seen(live, mask) for live, mask in zip(self.live, masks, strict=True)])
+        self.seen = self._seen([] if inputs.mask is None else [inputs.mask[n] for n in numbers])
 
-    def _seen(self, live: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Which positions the queries of a row see, [R, T] or, if all see the same, [1, T]."""
-        _, queries, _, group, _ = self.call.shape
-        query: Any = live - queries
+    def _seen(self, masks: Sequence[jax.Array]) -> jax.Array:
+        """Which positions the queries see, [n * R, W] or, if those of one row see the same, [1, W]."""
+        (_, queries, _, group, _), pages, count = self.call.shape, self.pages, len(self.rows)
+        shape = 1 if queries == count == 1 else count * self.width, pages.size
+        live = wide(self._stacked([jnp.full((1, LANES), x) for x in self.live]), pages.size)
+        position = lax.broadcasted_iota(jnp.int32, shape, 1)
+        if queries == 1 and self.call.seen == pages.size:  # only of a row that is shorter are there places without any
+            return position < live
+        query = live - queries
         if queries > 1:
-            query += lax.div(lax.broadcasted_iota(jnp.int32, (self.width, 1), 0), group)
-        position = lax.broadcasted_iota(jnp.int32, (1 if queries == 1 else self.width, self.pages.block), 1)
+            number = lax.div(lax.broadcasted_iota(jnp.int32, (self.width, LANES), 0), group)
+            query += wide(self._stacked([number] * count), pages.size)
+        if pages.size < pages.block:
+            position += jnp.where(position < live - pages.size, pages.size, 0)
         seen = position <= query
         if (window := self.call.options.shared_window) is not None:
             seen &= position > query - window
-        if mask is not None:
-            bits, new = wide(mask, self.pages.block), position - (live - queries)
+        if masks:
+            bits, new = wide(self._stacked(masks), pages.size), position - (live - queries)
             bit = lax.shift_right_logical(bits, jnp.clip(new, 0, MOST_MASKED - 1)) & 1
             seen &= (new < 0) | (bit == 1)
         return seen
@@ -222,16 +247,23 @@ class _Side:
         """[R, n] or [1, n] of each row, below one another."""
         if len(each) == 1:
             return each[0]
-        if each[0].dtype == jnp.bool:
-            return self._stacked([x.astype(jnp.int32) for x in each]) != 0
         return jnp.concatenate([jnp.broadcast_to(x, (self.width, x.shape[1])) for x in each], axis=0)
 
+    def trimmed(self, clean: Sequence[int]) -> Iterator[tuple[Any, Any, jax.Array]]:
+        """Blocks, places there, and the tiles of the rows' last positions there with zeros behind these."""
+        tile = tile_of(5, self.call.cache.k.dtype)
+        for live, blocks in zip(self.live, self.blocks, strict=True):
+            start = pl.multiple_of(jnp.maximum(live - 1, 0) & -tile, tile)
+            for block in [blocks[n] for n in clean]:
+                for at in [(head, pl.ds(start, tile)) for head in range(block.shape[0])]:
+                    yield block, at, until(block[at], live - 1 - start)
+
     def logits(self, head: int) -> jax.Array:
-        """[n * R, T], masked."""
+        """[n * R, W], masked."""
         softcap, scale = self.call.options.softcap, self.call.options.scale * LOG2E
         lanes = slice(self.call.key_lanes)
         q = _diagonal([self.q[n, head, : self.width, lanes] for n in self.numbers])
-        # A row's queries meet the keys beside its own as zeros, and zero times NaN is not zero.
+        # A row's queries meet the keys beside its own as zeros.
         clean = len(self.rows) > 1
         keys = jnp.concatenate([self._cells(n, 0, head, lanes, clean) for n in range(len(self.rows))], axis=1)
         s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), self.exact, preferred_element_type=jnp.float32)
@@ -247,7 +279,7 @@ class _Side:
 
     def take(self, head: int, logits: jax.Array, top: jax.Array) -> list[tuple[jax.Array, ...]]:
         """The maximum, the sum [R, 128] and the accumulator [R, h] of each row."""
-        p = jnp.exp2(logits - wide(top, self.pages.block))
+        p = jnp.exp2(logits - wide(top, self.pages.size))
         total = jnp.broadcast_to(jnp.sum(folded(p), axis=1, keepdims=True), top.shape)
         if self.sinks is not None:
             total = total + jnp.exp2(self._sinks(head) - top)
@@ -261,20 +293,29 @@ class _Side:
         return [(top[at], total[at], acc[at, n * size : (n + 1) * size]) for n, at in enumerate(parts)]
 
     def _cells(self, n: int, array: int, head: int, lanes: slice = slice(None), clean: bool = True) -> jax.Array:
-        """The n-th row's cells in an array, for the matrix unit; clean: those that no query sees are zeros."""
-        cells, live = self.blocks[n][array][head, :, lanes], self.live[n]
+        """The n-th row's cells [W, h] in an array, for the matrix unit; clean: those that no query sees are zeros."""
+        cells, live, pages = self.blocks[n][array][head, :, lanes], self.live[n], self.pages
         if clean and cells.dtype != jnp.int8:  # which is never NaN
-            first = None if self.call.seen is None else live - self.call.seen
-            cells = _zero_outside(cells, first, live, self.pages.unit)
+            cells = _until(cells, live)
+        if pages.seen is not None and (clean or pages.size < pages.block):
+            cells = _within_window(cells, live, pages)
         return self._operand(cells)
 
     def _sinks(self, head: int) -> jax.Array:
         return self._stacked([self.sinks[head]] * len(self.rows))
 
     def _scaled(self, x: jax.Array, n: int, head: int) -> jax.Array:
-        if not self.call.cache.scaled:
-            return x
-        return x * self._stacked([blocks[self.call.arrays + n][pl.ds(head, 1)] for blocks in self.blocks])
+        return x * self._stacked(self._scales(n, head)) if self.call.cache.scaled else x
+
+    def _scales(self, n: int, head: int) -> list[jax.Array]:
+        """The scales [1, W] of each row's keys (n = 0) or values."""
+        each = [blocks[self.call.arrays + n][pl.ds(head, 1)] for blocks in self.blocks]
+        size, unit = self.pages.size, self.pages.unit
+        if size == self.pages.block:
+            return each
+        lane = lax.broadcasted_iota(jnp.int32, (1, unit), 1)
+        starts = [jnp.where(lane < e - size, x[:, size:], x[:, :unit]) for x, e in zip(each, self.live, strict=True)]
+        return [jnp.concatenate([start, x[:, unit:size]], 1) for start, x in zip(starts, each, strict=True)]
 
     def _operand(self, x: jax.Array) -> jax.Array:
         """The matrix unit takes fp8 beside bfloat16."""
@@ -287,27 +328,23 @@ def _diagonal(parts: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.concatenate([x if n == m else zeros for m in places], 1) for n, x in enumerate(parts)])
 
 
-def _zero_outside(values: jax.Array, first: jax.Array | None, end: jax.Array, unit: int) -> jax.Array:
-    """values [T, h] with zeros before position `first` and from `end` on, in words of 32 bits.
-
-    `first` is None or less than `unit`, so that only so many positions are compared with it.
-    """
-    words = pltpu.bitcast(values, jnp.int32)
-    packed = values.shape[0] // words.shape[0]
-    words &= _fields(words.shape, packed, lambda position, n: position < end - n)
-    if first is not None:
-        head = words[: unit // packed]
-        head &= _fields(head.shape, packed, lambda position, n: position >= first - n)
-        words = jnp.concatenate([head, words[unit // packed :]]) if unit < values.shape[0] else head
-    return pltpu.bitcast(words, values.dtype)
+def _until(cells: jax.Array, end: jax.Array) -> jax.Array:
+    """cells [T, h] with zeros in the tiles behind that of the position before `end`, which has zeros behind it."""
+    words = pltpu.bitcast(cells, jnp.int32)
+    position = cells.shape[0] // words.shape[0] * lax.broadcasted_iota(jnp.int32, words.shape, 0)
+    return pltpu.bitcast(jnp.where(position < end, words, 0), cells.dtype)
 
 
-def _fields(shape: tuple[int, ...], packed: int, chosen: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-    """A mask of words, `packed` positions each: chosen(p, n) says of the word that begins at p if its n-th is in it."""
-    position, bits = packed * lax.broadcasted_iota(jnp.int32, shape, 0), 32 // packed
-    mask = jnp.zeros(shape, jnp.int32)
-    for n in range(packed):
-        field = ((1 << bits) - 1) << n * bits
-        field = jnp.int32(field - (1 << 32) if field >> 31 else field)
-        mask |= jnp.where(chosen(position, n), field, 0)
-    return mask
+def _within_window(cells: jax.Array, end: jax.Array, pages: Pages) -> jax.Array:
+    """cells [T, h] of a row that ends at `end`, as the W positions of a window: in place of the first ones, which have
+    left it, are those behind W, or zeros."""
+    words = pltpu.bitcast(cells, jnp.int32)
+    packed = cells.shape[0] // words.shape[0]
+    size, unit = pages.size // packed, pages.unit // packed
+    words, behind = words[:size], words[size:]
+    head = words[:unit] & fields((unit, words.shape[1]), packed, lambda position: position + pages.seen >= end)
+    if behind.shape[0]:  # zeros follow the end in its tile
+        position = packed * lax.broadcasted_iota(jnp.int32, behind.shape, 0)
+        head |= jnp.where(position + pages.size < end, behind, 0)
+    words = jnp.concatenate([head, words[unit:]]) if unit < size else head
+    return pltpu.bitcast(words, cells.dtype)

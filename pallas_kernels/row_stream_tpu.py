@@ -15,6 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 from inferlib.pallas_kernels.block_stream_tpu import Pages
 
+# Traits of groups of rows: rows are pages that are read in the same slots; the first tiles of their new cells lie in
+# the same slots, too, and all are written.
+ALIKE, WRITTEN_ALIKE = 1, 2
+
 
 @dataclass
 class RowStream:
@@ -22,8 +26,7 @@ class RowStream:
 
     A row is one block of at most T = `pages.block` positions, and a copy has as many tiles of memory as are live. live
     [B], how many positions are read of each row; layer [1]; origin [B], the slot of a row that the first of them is in,
-    None if all are read; table [B * M]; alike [groups], whether a group's rows are all read in the same slots, None if
-    that is not known: scalars.
+    None if all are read; table [B * M]; traits [groups]: scalars, see `decode_call_tpu.Scalars`.
     arrays, each [L, N, K, S, ...], in HBM; on chip for each array `buffers`, as many refs as there are groups, which
     are a power of two: each is [`together`, K, T, ...] and has the same rows of all groups. They are apart so that the
     compiler knows that a copy to one changes no other, and starts it while rows in the others are computed.
@@ -38,7 +41,7 @@ class RowStream:
     layer: Any
     origin: Any
     table: Any
-    alike: Any
+    traits: Any
     arrays: Sequence[Any]
     buffers: Sequence[Sequence[Any]]
     sums: Any
@@ -73,14 +76,18 @@ class RowStream:
         share = self.together // self.places
         return self.buffers[n][number // share].at[place * share + number % share]
 
+    def has(self, group: jax.Array, trait: int) -> jax.Array:
+        """Whether a group has a trait."""
+        return self.traits[group] & trait != 0
+
     def begin(self) -> None:
         """Start the copies of the first groups."""
 
         def start(group: jax.Array, _: None) -> None:
-            if self.alike is None:
+            if self.pages.columns is not None:
                 self._start_each(group)
             else:
-                alike = self.alike[group] == 1
+                alike = self.has(group, ALIKE)
                 seldom(alike, lambda: self._start_alike(group))
                 seldom(~alike, lambda: self._start_each(group))
 

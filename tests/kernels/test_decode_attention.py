@@ -134,6 +134,17 @@ SHORT_CASES = {
     "short rows, a key and its value in a cell, written": Case(
         (0, 1, 40, 200), heads=1, one=True, size=256, dtype=jnp.bfloat16, writes=True, options={"key_size": 96}
     ),
+    "short rows, rings, several written to some": Case(
+        (0, 1, 16, 63, 64, 65, 100, 131),
+        queries=3,
+        slots=80,
+        ring=True,
+        options={"window": 62},
+        writes=(0, 1, 0, 3, 2, 0, 0, 3),
+    ),
+    "short rows, int8 rings": Case(
+        (0, 1, 127, 150, 128, 300, 511, 900), heads=1, slots=256, ring=True, options={"window": 100}, stored="int8"
+    ),
     "short rows, int8, written to some": Case(
         (0, 1, 127, 250, 128, 129, 0, 256), heads=1, slots=256, stored="int8", writes=(1, 1, 1, 0, 1, 1, 1, 0)
     ),
@@ -268,6 +279,8 @@ def test_kernels_without_scales_or_a_mask_say_so():
 def test_the_tpu_kernel_has_no_races(name, mode, capsys, monkeypatch):
     """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (4,) if name in SHORT_CASES else ())
+    if "alike" in name:  # as where more rows are taken together, whose new cells are copied at the end of a step
+        monkeypatch.setattr(decode_rows_tpu, "MANY", 2)
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES | SHORT_CASES)[name]
     check_on_tpu(case, params)
