@@ -233,10 +233,8 @@ def test_a_model_has_the_same_logits(checkpoint):
         assert (rows.max(-1) - rows[np.arange(len(tokens)), tokens]).max() < 2 * within  # both may differ
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernels", [("grouped_matmul", "expert_mlp"), pytest.param(("grouped_matmul",), marks=pytest.mark.release)]
-)
+@pytest.mark.release  # with all other kernels in `tests/models/test_backends.py`
+@pytest.mark.parametrize("kernels", [("grouped_matmul", "expert_mlp"), ("grouped_matmul",)])
 def test_a_model_of_experts_has_the_same_logits(kernels, checkpoint):
     """But for bfloat16, as grouped products, and all at once. All are chosen: rounding picks among near equals."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 4}

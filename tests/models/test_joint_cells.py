@@ -53,7 +53,7 @@ def test_attention_over_joint_cells_is_that_of_each_head(count):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release  # one device is in `test_backends`
 def test_devices_have_joint_cells_of_their_heads(checkpoint):
     """A window whose ring wraps, and sinks of each query head; a device has two of four KV heads."""
     sizes = dict(head_dim=96, num_attention_heads=8, num_key_value_heads=4)

@@ -104,7 +104,11 @@ def built(tmp_path_factory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.fixture(scope="session", params=["wheel", pytest.param("sdist", marks=pytest.mark.release), "editable"])
+# The suite itself runs where the package is installed editable.
+FURTHER = [pytest.param(kind, marks=pytest.mark.release) for kind in ("sdist", "editable")]
+
+
+@pytest.fixture(scope="session", params=["wheel", *FURTHER])
 def environment(request, tmp_path_factory, source, built) -> Environment:
     folder = tmp_path_factory.mktemp(request.param)
     venv.create(folder, symlinks=os.name != "nt")
