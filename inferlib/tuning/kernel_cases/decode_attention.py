@@ -60,7 +60,7 @@ class DecodeAttention(Cells):
             window=seen and seen - queries + 1,
             slots=slots if seen and not pages else None,
             stored="int8" if itemsize == 1 else None,
-            apart=True,
+            apart=arrays == 1,
         )
         return {"full rows": case, "unequal rows": replace(case, lengths=unequal(most, rows))}
 
