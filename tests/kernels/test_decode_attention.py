@@ -154,7 +154,7 @@ SHORT_CASES = {
 }
 
 
-SIDE_BY_EIGHT = ("short rows", "short rows, groups alike")
+SIDE_BY_EIGHT = ("short rows",)
 RACES = (
     *("ring of an odd number of units", "pages", "several written to a ring of pages"),
     *("several written to ends of blocks of some rows", "int8, written to some rows"),
@@ -172,6 +172,11 @@ FURTHER_RACES = [
     *((name, "on_wait") for name in ("pages", "short rows of six steps", "short rows, full rings")),
     *(("short rows, rings of pages, several written", mode) for mode in ("on_wait", "eager")),
 ]
+# The search for races compares what these compute with products of two rows.
+RACED_SIDE_BY_SIDE = (
+    *("short rows of six steps", "short rows in a ring of pages, a tree, keys that are values"),
+    *("short rows, int8, written to some", "short rows, groups alike", "short rows, rings alike"),
+)
 FURTHER = [
     *(("ring of an odd number of units", backend) for backend in ("xla", "gpu")),
     # Drawn lengths are in `test_attention_properties`, within a window too; on TPUs cells of keys and values have one.
@@ -250,7 +255,7 @@ def test_short_rows(name, backend, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT_CASES)
+@pytest.mark.parametrize("name", [name for name in SHORT_CASES if name not in RACED_SIDE_BY_SIDE])
 def test_short_rows_side_by_side(name, monkeypatch):
     """Products of two rows are one, as when there are many. Lengths differ, and what no query sees is NaN."""
     monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (8,) if name in SIDE_BY_EIGHT else (4,))
@@ -277,10 +282,11 @@ def test_kernels_without_scales_or_a_mask_say_so():
 @pytest.mark.slow
 @copies_of(RACES, EARLY, FURTHER_RACES)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys, monkeypatch):
-    """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
+    """Copies happen when they are started, or not before they are waited for. Results are compared as above, where
+    products of two short rows are one."""
     monkeypatch.setattr(decode_rows_tpu, "TOGETHER", (4,) if name in SHORT_CASES else ())
-    if "alike" in name:  # as where more rows are taken together, whose new cells are copied at the end of a step
-        monkeypatch.setattr(decode_rows_tpu, "MANY", 2)
+    # Where rows are alike, as where more are taken together, whose new cells are copied at the end of a step.
+    monkeypatch.setattr(decode_rows_tpu, "MANY", 2 if "alike" in name else 4)
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES | SHORT_CASES)[name]
     check_on_tpu(case, params)

@@ -216,7 +216,7 @@ def built(path, backend: Backend) -> LLM:
     return llm
 
 
-@pytest.mark.slow
+@pytest.mark.release  # with all other kernels in `tests/models/test_backends.py`
 def test_a_model_has_the_same_logits(checkpoint):
     """But for bfloat16, of chunks; and by them it chooses the tokens of rows. Layers are stacked."""
     path, prompts = checkpoint("llama", num_hidden_layers=2), random_prompts([5, 20])
