@@ -126,7 +126,7 @@ class CellWriter:
                     here = head, pl.ds(start, tile)
                     merged = _merged(block[here], cell, inside)
                     staged[buffer, j, head] = merged
-                    if n in self.trimmed:
+                    if n in self.trimmed and at.last is not None:
                         merged = until(merged, at.last - start)
                 else:
                     here = pl.ds(head, 1), pl.ds(start, tile)

@@ -342,7 +342,8 @@ def _within_window(cells: jax.Array, end: jax.Array, pages: Pages) -> jax.Array:
     packed = cells.shape[0] // words.shape[0]
     size, unit = pages.size // packed, pages.unit // packed
     words, behind = words[:size], words[size:]
-    head = words[:unit] & fields((unit, words.shape[1]), packed, lambda position: position + pages.seen >= end)
+    first = end - (pages.seen or 0)
+    head = words[:unit] & fields((unit, words.shape[1]), packed, lambda position: position >= first)
     if behind.shape[0]:  # zeros follow the end in its tile
         position = packed * lax.broadcasted_iota(jnp.int32, behind.shape, 0)
         head |= jnp.where(position + pages.size < end, behind, 0)
