@@ -172,7 +172,7 @@ def prefill_attention(
     inputs = _lay_out(q[..., : narrow.shape[-1]], positions, options.sinks, arrays)
     kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
     scratch = _scratch(inputs, first_value, blocks)
-    out, lse = _call(kernel, scalars, inputs, scratch, blocks, _cost(q.shape, cache, window, blocks, inputs), interpret)
+    out, lse = _call(kernel, scalars, inputs, scratch, blocks, _cost(inputs, scratch, cache, window, blocks), interpret)
     out = out.reshape(*q.shape[:-1], -1)
     return jnp.pad(out, ((0, 0),) * 4 + ((first_value, 0),)), jnp.moveaxis(lse, 3, 1)
 
@@ -236,18 +236,17 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
     )
 
 
-def _cost(
-    shape: tuple[int, ...], cache: KvCache, window: int | None, blocks: Blocks, inputs: _Inputs
-) -> pl.CostEstimate:
-    chunks, width, heads, group, size = shape
+def _cost(inputs: _Inputs, scratch: _Scratch, cache: KvCache, window: int | None, blocks: Blocks) -> pl.CostEstimate:
+    heads, group, chunks, width, size = inputs.q.shape
+    tokens, numbers = chunks * width * heads * group, size + scratch.acc.shape[-1]  # of a query and its output
     capacity = _capacity(cache)
     seen = min(max(capacity - width // 2, 1), window or capacity)  # most that a query sees, in full chunks
-    pairs = chunks * width * heads * group * seen
-    position_bytes = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in inputs.cache)
+    pairs = tokens * seen
+    position_bytes = sum(x.shape[-1] * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in inputs.cache)
     copied = chunks * heads * pl.cdiv(width, blocks.queries) * seen * position_bytes
     return pl.CostEstimate(
-        flops=4 * pairs * size,
-        bytes_accessed=2 * math.prod(shape) * inputs.q.dtype.itemsize + copied,
+        flops=2 * pairs * numbers,
+        bytes_accessed=tokens * numbers * inputs.q.dtype.itemsize + copied,
         transcendentals=pairs,
     )
 

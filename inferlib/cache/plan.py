@@ -504,8 +504,8 @@ class _Kind:
     reorder the dimensions, and copy the cache at every step. So if heads have another size, mostly 64, one cell has a
     key and its value, or those of several heads; and rotary keys of latents, of 32 or 64 numbers, are folded. A
     device's slots are multiples of 128 too, because kernels read whole tiles. named: of KV_CACHE_DTYPES, if the cache
-    is quantised. by_heads: no KV heads share cells, because something tells them apart: a policy that
-    bounds the cache, or a selection of blocks.
+    is quantised. by_heads: KV heads share no cells, because a policy that bounds the cache or a selection of blocks
+    tells them apart.
     """
 
     model: AbstractModel

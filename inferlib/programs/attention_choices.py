@@ -121,8 +121,9 @@ def _choose_prefill(
             capped = spec.softcap is not None or spec.sinks
             joint = q.shape[-2] // heads.queries
             key_size = joint * spec.cache_sizes[0] if len(arrays) == 1 else None
-            how: Any = {"listed": listed, "capped": capped, "key_size": key_size}
-            yield prefill_attention.choose(cache, spec.window, backend, q, **how)
+            yield prefill_attention.choose(
+                cache, spec.window, backend, q, listed=listed, capped=capped, key_size=key_size
+            )
 
 
 def _queries(lead: tuple[int, int], model: AbstractModel, spec: AttentionSpec, arrays: Sequence[Any]) -> Any:

@@ -400,8 +400,9 @@ class GroupedStep:
         if sparse is not None and q is not None:
             listed = sparse_prefill.shape_of_list(q, sparse.max_blocks(self.ctx.max_len, cells.slots))
         capped, backend = options.softcap is not None or options.sinks is not None, self.ctx.backend.prefill_attention
-        how: Any = {"listed": listed, "capped": capped, "key_size": options.key_size}
-        return prefill_attention.choose(cells, options.window, backend, q, **how)
+        return prefill_attention.choose(
+            cells, options.window, backend, q, listed=listed, capped=capped, key_size=options.key_size
+        )
 
     @property
     def sparse(self) -> SparsePrefill | None:

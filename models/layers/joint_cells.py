@@ -17,9 +17,9 @@ MOST_QUERIES = 16  # heads of queries that meet a cell: with more, fewer tokens 
 def heads_of_a_cell(heads: int, group: int, size: int, lanes: int) -> int:
     """How many of `heads` KV heads share a cell, for `group` query heads each. size: numbers of a key and its value.
 
-    They are the fewest whose cells, multiples of `lanes`, are at most a fifth padding, or else those with least.
-
-    Prefill attention takes longer the more there are, as the queries of a head meet the keys of all.
+    They are the fewest whose cells, multiples of `lanes`, are at most a fifth padding, or else those with least. Two
+    and four are asked, with at most `MOST_QUERIES` query heads together: prefill attention takes longer the more there
+    are, as the queries of a head meet the keys of all.
     """
     counts = [n for n in (1, 2, 4) if heads % n == 0 and (n == 1 or n * group <= MOST_QUERIES)]
     padding = {n: -(-n * size // lanes) * lanes / (n * size) for n in counts}

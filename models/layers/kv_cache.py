@@ -113,6 +113,7 @@ class LayerCache:
 
     @property
     def heads(self) -> int:
+        """Cells of a position, K."""
         return self.arrays[0].shape[-3]
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from inferlib.tuning.kernel_cases.cells import LANES, Cells
+from inferlib.tuning.kernel_cases.cells import Cells
 
 POSITIONS = 8192  # tokens of a chunk and of what precedes it
 TILE = 256  # queries that share a list of blocks
@@ -108,11 +109,11 @@ class PrefillAttention(OneChunk, Cells):
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        from inferlib.pallas_kernels.prefill_attention_tpu import blocks
+        from inferlib.pallas_kernels.prefill_attention_tpu import blocks, narrowed
 
         if self.listed is None:
-            size = -(-(self.key_size or self.size) // LANES) * LANES
-            return self.prefetched(blocks(self.width, self.layout[1], size, 2), layers=1)
+            q = narrowed(jax.ShapeDtypeStruct(*self.arguments()["q"]), self.key_size)
+            return self.prefetched(blocks(self.width, *q.shape[-2:], 2), layers=1)
         scalars, numbers = list(self.prefetched(listed_blocks(), layers=1).values()), self.visits
         counts = np.sum(numbers >= 0, axis=-1).reshape(1, -1)
         ordered = np.sort(np.where(numbers < 0, np.iinfo(np.int32).max, numbers), axis=-1).reshape(1, -1)
