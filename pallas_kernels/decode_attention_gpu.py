@@ -45,17 +45,21 @@ MERGING = 1024  # programs from which on each merges several heads
 
 class Launch(NamedTuple):
     """resident: programs to divide the rows into, if they are long enough. stages: blocks that a program has loads of
-    under way for."""
+    under way for. warps: of a program."""
 
     resident: int
     stages: int
+    warps: int = WARPS
 
 
 # BALANCED: longer rows get more shares, of more programs than work at once. EVEN: equal shares, of as many programs as
 # work at once, each with more loads under way. (Attention of 8B, eight partial sums of its projection and the merge
 # included, one H200, us: 8 rows x 2,176 positions 26.8 and 24.4, 16 x 2,048 41.7 and 39.5; one row of 2,048 and seven
 # of 256 16.4 and 15.9.)
-BALANCED, EVEN = Launch(4 * PROCESSORS, stages=2), Launch(CONCURRENT, stages=3)
+# Even shares of one query take less time with two warps than with four (pages of 128, us: 4 rows x 2,040 positions 11.7
+# and 12.2, 8 x 2,064 20.8 and 21.1, 16 x 2,040 35.6 and 36.0). With eight queries they take 17 to 25 % longer, and
+# BALANCED shares 1 to 5 %.
+BALANCED, EVEN = Launch(4 * PROCESSORS, stages=2), Launch(CONCURRENT, stages=3, warps=2)
 
 
 def decode_attention(
@@ -151,7 +155,7 @@ def _attend_shares(
             jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, *q.shape[:3]), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=launch.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="decode_attention",
     )(lengths, q, cache.k, cache.values, sinks, cache.pages)
@@ -187,6 +191,7 @@ def dealt(
     longest = min(n for n in (None if ring else slots, visible, cache.limit) if n is not None)
     block, splits, launch = tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, launch)
     block = block if columns is None else math.gcd(block, k.shape[2])
+    launch = launch if queries == 1 else launch._replace(warps=WARPS)
     programs = launch.resident / kv_heads
     return dict(window=window, ring=ring, block=block, splits=splits, programs=programs), launch
 

@@ -82,7 +82,7 @@ def qkv_attention(
         *(lengths, products, cache.k, cache.values, addend, squares, transforms.bias, q_norm, k_norm, cos, sin),
         *(options.sinks, cache.pages, counts),
     )
-    static = tuple(how.items()), launch.stages
+    static = tuple(how.items()), launch
     parts, lses, k, v = call_lowered(_call, static, operands, interpret=interpret)
     out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
     return out.reshape(tokens, *out.shape[2:]), k, v
@@ -158,7 +158,7 @@ def _specs(x: _Operands) -> _Operands:
 
 
 def _call(
-    static: tuple[tuple[str, Any], ...], stages: int, operands: _Operands, *, interpret: bool = False
+    static: tuple[tuple[str, Any], ...], launch: over_cache.Launch, operands: _Operands, *, interpret: bool = False
 ) -> Sequence[jax.Array]:
     how = dict(static)
     splits, stored = how["splits"], how["stored"]
@@ -181,7 +181,7 @@ def _call(
             jax.ShapeDtypeStruct(operands.v.shape, operands.v.dtype),
         ],
         input_output_aliases={2: 2, 3: 3},
-        compiler_params=plgpu.CompilerParams(num_warps=over_cache.WARPS, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="qkv_attention",
     )(*operands)
