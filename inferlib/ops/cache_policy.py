@@ -1,9 +1,9 @@
 """Which positions of a row stay in a cache that keeps a budget of them.
 
 Cells are scored by their keys, by the attention that they got so far, or by the attention that they get from the newest
-queries. So rows can be compacted at any time: the best positions of each KV head move together, in their order, and
-attention runs on them as it is. A key was rotated by its position when it was written, so a cell needs no position any
-more.
+queries. So rows can be compacted at any time: the best positions of each KV head move together, and attention runs on
+them as it is. A key was rotated by its position when it was written, so a cell needs no position any more. They stay in
+their order where scores depend on it; otherwise few of them move, to where others were dropped.
 
 The first positions stay in any case, as much attention falls on them (Xiao et al. 2023, "StreamingLLM",
 https://arxiv.org/abs/2309.17453), and so do the newest, which were not there long enough to be judged.
@@ -144,22 +144,24 @@ class Method(NamedTuple):
     """score: [..., P] of cells; a higher one stays. needs: what the cache has beside keys for it, the attention that
     cells got, the newest query of a row, or the queries of its newest positions, an interval of them. by_layer: by what
     layers have other budgets, see `inferlib.models.cache_levels`: lower ones keep more than upper ones, or each as many
-    as was measured; None: all keep the same."""
+    as was measured; None: all keep the same. ordered: True if scores depend on the order of the positions before the
+    newest interval, by more than which of two equal ones is ahead; so cells that stay must stay in order."""
 
     score: Callable[[Cells], jax.Array]
     needs: Literal["mass", "last query", "queries"] | None = None
     by_layer: Literal["depth", "preference"] | None = None
+    ordered: bool = True
 
 
 METHODS: Mapping[str, Method] = {
     "streaming": Method(recency),
-    "knorm": Method(small_norm),
-    "keydiff": Method(distinct_keys),
+    "knorm": Method(small_norm, ordered=False),
+    "keydiff": Method(distinct_keys, ordered=False),
     "h2o": Method(attention_mass, "mass"),
-    "tova": Method(last_attention_of_all_heads, "last query"),
-    "sagekv": Method(last_attention, "last query"),
+    "tova": Method(last_attention_of_all_heads, "last query", ordered=False),
+    "sagekv": Method(last_attention, "last query", ordered=False),
     "snapkv": Method(window_attention, "queries"),
-    "morphkv": Method(correlation, "queries"),
+    "morphkv": Method(correlation, "queries", ordered=False),
     "pyramidkv": Method(window_attention, "queries", by_layer="depth"),
     "cake": Method(mean_and_variance, "queries", by_layer="preference"),
 }
@@ -222,6 +224,11 @@ class CachePolicy:
         return self.budgets[0] + self.interval
 
     @property
+    def ordered(self) -> bool:
+        """True if cells that stay must stay in order."""
+        return METHODS[self.method].ordered
+
+    @property
     def counts_mass(self) -> bool:
         """True if the cache has the attention that each cell got."""
         return METHODS[self.method].needs == "mass"
@@ -256,9 +263,43 @@ class CachePolicy:
 
 def best_positions(scores: jax.Array, budget: int) -> jax.Array:
     """The positions [..., C] of the C highest scores [..., P], ascending, C being the budget, at most P. Of equal
-    scores the older position stays."""
+    scores the position further ahead stays."""
     _, retained = lax.top_k(scores, budget)
-    return jnp.sort(retained, axis=-1)
+    return jnp.sort(retained, axis=-1, stable=False)  # all differ; to sort stably takes a GPU their numbers beside them
+
+
+class Moves(NamedTuple):
+    """Cells that move: those at `sources` to `targets`, both [..., N], positions of a row or numbers of a cache's
+    cells. Targets differ from each other. One behind all cells is that of a cell that does not move. targets: None if
+    cells move to the first positions, in their order."""
+
+    sources: jax.Array
+    targets: jax.Array | None = None
+
+
+def fewest_moves(scores: jax.Array, counts: jax.Array, budget: int, interval: int) -> Moves:
+    """What moves so that the positions of `best_positions` are the first C, the budget, with N = P - C + interval.
+
+    Cells that stay among the first C - interval are not moved. Others that stay take the places of those that are
+    dropped there, and the newest interval comes behind them in order. What does not move has 0 as its source and P as
+    its target. scores [..., P], of `position_scores`. counts [...]: how many positions are there; if no more than C,
+    nothing moves.
+    """
+    total, ahead = scores.shape[-1], budget - interval
+    scores = jnp.where(scores == 0, 0.0, scores)  # 0 and -0 are equal, but not where they are sorted
+    values, order = lax.top_k(scores, total)
+    least, last = values[..., budget - 1, None], order[..., budget - 1, None]  # of those that stay
+    at = jnp.arange(ahead, total - interval, dtype=jnp.int32)
+    score, counts = scores[..., ahead : total - interval], counts[..., None]
+    stays = (score > least) | ((score == least) & (at <= last))
+    sources = jnp.where(stays & (at < counts - interval), at, total)
+    targets = jnp.where(order[..., budget:] < ahead, order[..., budget:], total)
+    sources, targets = lax.sort(jnp.stack([sources, targets]), is_stable=False)  # as many of both are less than `total`
+    newest = jnp.broadcast_to(jnp.arange(interval, dtype=jnp.int32), (*scores.shape[:-1], interval))
+    sources = jnp.concatenate([sources, counts - interval + newest], axis=-1)
+    targets = jnp.concatenate([targets, ahead + newest], axis=-1)
+    moved = (counts > budget) & (targets < total)
+    return Moves(jnp.where(moved, sources, 0), jnp.where(moved, targets, total))
 
 
 def position_scores(

@@ -404,7 +404,8 @@ class ProgramSet:
         keys = tuple(Keys.of(mixer, len(arrays) - beside) for arrays, mixer in owners)
         entries, place = self._changes(Compact), None
         together = Compaction.rows_together(self.config.platform, entries.shape[0] // shards.replicas)
-        how = Compaction(policy, keys, of_queries, together, self.plan.level_columns)
+        fast = Compaction.gathers_fast(self.config.platform)
+        how = Compaction(policy, keys, of_queries, together, self.plan.level_columns, fast)
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self.state_axes)
         return prepared(compact_rows, (shards, names, how), (taken, self.state), queries, entries, place=place)

@@ -24,7 +24,7 @@ from inferlib.models.cache_levels import (
 )
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from inferlib.ops.attention_mass import add_mass
-from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, best_positions, position_scores
+from inferlib.ops.cache_policy import METHODS, SINKS, CachePolicy, best_positions, fewest_moves, position_scores
 from inferlib.ops.recent_queries import recent_weights, write_queries
 
 HEADS, CELLS, WIDTH, GROUP, BUDGET, INTERVAL = 2, 48, 8, 3, 12, 4
@@ -170,6 +170,58 @@ def test_keeps_what_the_paper_keeps(method):
             for head in range(HEADS):
                 expected = by_the_paper(method, row, head, BUDGET, INTERVAL)
                 assert positions[head].tolist() == expected, (kind, count, head)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros"])
+def test_fewest_moves(kind):
+    """All that stays is where it was or in the place of what is dropped, and the newest are last and in order."""
+    total, budget, interval, heads = 30, 21, 5, 4
+    rng = np.random.default_rng(len(kind))
+    older = {
+        "normal": lambda: rng.normal(size=(heads, total)),
+        "ties": lambda: rng.integers(0, 3, (heads, total)).astype(float),
+        "zeros": lambda: np.where(rng.random((heads, total)) < 0.5, 0.0, -0.0),
+    }[kind]()
+    move = jax.jit(lambda scores, counts: fewest_moves(scores, counts, budget, interval))
+    for count in (0, SINKS, budget, budget + 1, budget + interval, total):
+        at = np.arange(total)
+        scores = np.where((at < SINKS) | (at >= count - interval), np.inf, older)
+        scores = np.where(at < count, scores, -np.inf).astype(np.float32)
+        moves = move(scores, np.full(heads, count, np.int32))
+        for head in range(heads):
+            sources, targets = np.asarray(moves.sources[head]), np.asarray(moves.targets[head])
+            assert len(sources) == len(targets) == total - budget + interval
+            moved = targets < total
+            assert (sources[~moved] == 0).all()
+            if count <= budget:
+                assert not moved.any()
+                continue
+            cells = at.copy()
+            cells[targets[moved]] = at[sources[moved]]
+            stay = sorted(at, key=lambda p: (-scores[head, p], p))[:budget]
+            assert sorted(cells[:budget]) == sorted(stay)
+            assert cells[budget - interval : budget].tolist() == list(range(count - interval, count))
+            assert all(cells[p] == p for p in stay if p < budget - interval)
+            assert len(set(targets[moved])) == moved.sum() <= count - budget + interval
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.ordered])
+def test_scores_do_not_depend_on_the_order_of_older_positions(method):
+    """Of methods that say so: they move with their cells."""
+    policy = CachePolicy(method, BUDGET, INTERVAL)
+    row, count = row_of("normal", CELLS, max(policy.queries, 1)), CELLS - 7
+    stored = row.queries.reshape(*row.queries.shape[:2], -1)
+    order = np.random.default_rng(0).permutation(np.arange(SINKS, count - INTERVAL))
+    order = np.concatenate([np.arange(SINKS), order, np.arange(count - INTERVAL, CELLS)])
+
+    @jax.jit
+    def scored(keys):
+        weights = None
+        if policy.queries:
+            weights = recent_weights(stored, keys, count, count - 1, AttentionOptions(0.1))
+        return position_scores(keys, jnp.int32(count), policy, weights=weights)
+
+    np.testing.assert_allclose(scored(row.keys[:, order]), scored(row.keys)[:, order], rtol=1e-4)
 
 
 def pyramid_by_the_paper(budget: int, window: int, layers: int, length: int) -> list[int]:
