@@ -11,6 +11,7 @@ https://arxiv.org/abs/2309.17453), and so do the newest, which were not there lo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ _POOLED_RECENT = 5  # positions over which that of the newest queries is
 _GAMMA = 200  # how much the variance of attention counts beside its mean, as in CAKE's experiments
 _LEAST = 1e-12  # of a norm that is divided by
 _BITS = 14  # of scores that are made of keys
+_SUMMED = 128  # positions that are added up at once
 
 
 def mean_of_heads(scores: jax.Array) -> jax.Array:
@@ -119,12 +121,20 @@ def distinct_keys(cells: Cells) -> jax.Array:
     "KeyDiff", https://arxiv.org/abs/2504.15364)."""
     keys, valid = cells.keys, cells.valid
     factors = 1 / jnp.maximum(jnp.linalg.norm(keys, axis=-1), _LEAST)  # last: directions would be as large as keys
-    mean = jnp.sum(keys * jnp.where(valid, factors, 0)[..., None], axis=-2) / jnp.maximum(jnp.sum(valid), 1)
+    mean = _sum_of_positions(keys * jnp.where(valid, factors, 0)[..., None]) / jnp.maximum(jnp.sum(valid), 1)
     mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
     # XLA would fuse the sum into what follows, where each thread of a GPU adds up a key alone: that took 1.0 of the
     # 6.1 ms in which an H200 compacted eight rows.
     products = lax.optimization_barrier(jnp.sum(keys * mean[..., None, :], axis=-1))
     return rounded_scores(-products * factors)
+
+
+def _sum_of_positions(values: jax.Array) -> jax.Array:
+    """The sum [..., h] of values [..., P, h], first of up to 128 positions each. For one sum of all, which few threads
+    of a GPU would make, XLA computes and writes the values before it adds them, in float32."""
+    count, size = values.shape[-2:]
+    parts = values.reshape(*values.shape[:-2], -1, math.gcd(count, _SUMMED), size)
+    return jnp.sum(lax.optimization_barrier(jnp.sum(parts, axis=-2)), axis=-2)
 
 
 def pooled(scores: jax.Array, width: int) -> jax.Array:

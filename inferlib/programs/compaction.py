@@ -138,7 +138,8 @@ class _Rows(NamedTuple):
         """The arrays and the state after the rows of `entries` [G, 2] were compacted, but for padding."""
         (cache, state), policy, (row, cells) = arrays, self.how.policy, entries.T
         assert state.dropped is not None
-        length, pages, rows = state.length[row], state.pages[row], state.length.size
+        length, rows = state.length[row], state.length.size
+        pages = lax.optimization_barrier(state.pages[row])  # else each thread that reads a key would look for its row
         due = (row < rows) & ((cells > 0) | (state.active[row] & (length >= policy.compacts_at)))
         count, at = jnp.where(cells > 0, cells, length), jnp.where(due, row, rows)
         counts = count[:, None]  # of each level
@@ -247,7 +248,8 @@ class _Paged(NamedTuple):
     @property
     def cells(self) -> jax.Array:
         """[G, L, K, M * S, h]: all cells of the rows' pages."""
-        there = self.flat.at[self.places].get(mode="promise_in_bounds")  # to check it takes a GPU three times as long
+        # To check that pages are there takes a GPU three times as long.
+        there = self.flat.at[self.places].get(mode="promise_in_bounds", wrap_negative_indices=False)
         return einops.rearrange(there, "g l m k s h -> g l k (m s) h")
 
     @property
