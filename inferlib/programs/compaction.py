@@ -76,9 +76,9 @@ class Compaction(NamedTuple):
 
     @staticmethod
     def gathers_fast(platform: str) -> bool:
-        """True if single cells and numbers are gathered and scattered about as fast as whole pages. On TPUs XLA does it
-        one after the other: by the listing for v6e, 8,704 cells are scattered in 1,040 us, while 32,768 are gathered in
-        350 and written as 256 pages in 3."""
+        """True if single cells are gathered and scattered about as fast as whole pages. On TPUs XLA does it one after
+        the other, so there cells are selected by a product of matrices: by the listing for v6e, 65,536 cells of 4
+        layers are gathered in 596 us and scattered in much more, and selected among 81,920 in 129."""
         return platform != "tpu"
 
     def moves_fewest(self, budget: int, total: int) -> bool:
@@ -174,12 +174,13 @@ class _Rows(NamedTuple):
             rows = slice(done[level], done[level] + math.prod(shape))
             done[level] = rows.stop
             part = jax.tree.map(lambda x, rows=rows, shape=shape: x[rows].reshape(*shape, -1), moves[level])
-            new += _moved(block, part, counts[:, level] > 0)
+            new += _moved(block, part, counts[:, level], by_number=self.how.fast_gathers)
         return new
 
     def moves(self, blocks: list[list[_Paged]], scores: list[jax.Array], counts: jax.Array) -> dict[int, Moves]:
-        """How the cells of all blocks of a level move, by their numbers in the arrays: [B, N] of B KV heads of layers
-        of rows, see `moved`. They are sorted at once, so that a GPU starts one sort and not one for each layer."""
+        """How the cells of all blocks of a level move: [B, N] of B KV heads of layers of rows, see `moved`. They are by
+        their numbers in the arrays if gathers are fast, else by their positions, and sorted at once, so that a GPU
+        starts one sort and not one for each layer."""
         of_level: dict[int, Moves] = {}
         for level, budget in enumerate(self.how.policy.budgets):
             numbers = [number for number, keys in enumerate(self.how.keys) if keys.level == level]
@@ -189,9 +190,9 @@ class _Rows(NamedTuple):
             of_rows = [jnp.broadcast_to(counts[:, level, None, None], scores[number].shape[:3]) for number in numbers]
             flat, slots = _joined([scores[number] for number in numbers], 1), first[0].slots
             moves = self.positions(flat, _joined(of_rows), budget, slots)
-            size = max(len(array.by_number) for array in first)
-            starts = _joined([array.starts for array in first], 1)
-            moves = _numbered(moves, starts, slots, size, gather=self.how.fast_gathers)
+            if self.how.fast_gathers:
+                size = max(len(array.by_number) for array in first)
+                moves = _numbered(moves, _joined([array.starts for array in first], 1), slots, size)
             of_level[level] = lax.optimization_barrier(moves)  # else numbers are computed again for each value
         return of_level
 
@@ -272,10 +273,21 @@ class _Paged(NamedTuple):
         """[G, L, K, C, h]: the cells of these numbers [G, L, K, C], read where they lie."""
         return self.by_number.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    def with_retained(self, numbers: jax.Array, due: jax.Array) -> jax.Array:
-        """The array with the cells of these numbers [G, L, K, C] as the first ones of rows that are due [G]. C is that
-        of whole pages."""
-        cells = einops.rearrange(self.cells_at(numbers), "g l k (m s) h -> g l m k s h", s=self.slots)
+    def selected(self, positions: jax.Array, counts: jax.Array) -> jax.Array:
+        """[G, L, K, C, h]: the cells at these positions [G, L, K, C] of rows, by a product with a matrix of zeros and
+        ones, which is exact of finite ones. counts [G]: how many cells the rows have; others count as 0."""
+        cells = self.cells
+        at = jnp.arange(cells.shape[-2], dtype=jnp.int32)
+        there = (at < counts[:, None])[:, None, None, :, None]
+        ones = (positions[..., None] == at).astype(cells.dtype)
+        both = ones, jnp.where(there, cells, 0)
+        product = jnp.einsum("glkcp,glkph->glkch", *both, precision="highest", preferred_element_type=jnp.float32)
+        return product.astype(cells.dtype)
+
+    def with_first(self, cells: jax.Array, due: jax.Array) -> jax.Array:
+        """The array with these cells [G, L, K, C, h] as the first ones of rows that are due [G]. C is that of whole
+        pages."""
+        cells = einops.rearrange(cells, "g l k (m s) h -> g l m k s h", s=self.slots)
         count = cells.shape[2]
         nowhere = self.flat.shape[0] + jnp.arange(self.places[..., :count].size, dtype=jnp.int32)
         written = jnp.where(due[:, None, None], self.places[..., :count], nowhere.reshape(*self.places.shape[:2], -1))
@@ -288,16 +300,13 @@ def _joined(arrays: list[jax.Array], last: int = 0) -> jax.Array:
     return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - last :]) for x in arrays])
 
 
-def _numbered(moves: Moves, starts: jax.Array, slots: int, size: int, *, gather: bool) -> Moves:
+def _numbered(moves: Moves, starts: jax.Array, slots: int, size: int) -> Moves:
     """Moves [B, N] of positions as moves of cells, by their numbers. starts [B, M]: the numbers of the first cells of
     the rows' pages, which have so many slots. size: no cell has this number, or one behind it."""
-    columns = jnp.arange(starts.shape[-1], dtype=jnp.int32)
 
     def numbers(positions: jax.Array) -> jax.Array:
-        page, slot = lax.div(positions, slots), lax.rem(positions, slots)
-        if gather:
-            return jnp.take_along_axis(starts, page, axis=-1, mode="clip") + slot
-        return jnp.sum(jnp.where(page[..., None] == columns, starts[:, None], 0), axis=-1) + slot
+        first = jnp.take_along_axis(starts, lax.div(positions, slots), axis=-1, mode="clip")
+        return first + lax.rem(positions, slots)
 
     sources, targets = numbers(moves.sources), None
     if moves.targets is not None:
@@ -306,14 +315,16 @@ def _numbered(moves: Moves, starts: jax.Array, slots: int, size: int, *, gather:
     return Moves(sources, targets)
 
 
-def _moved(block: list[_Paged], moves: Moves, due: jax.Array) -> list[jax.Array]:
-    """A block's arrays after these moves of cells [G, L, K, N], by their numbers, of rows that are due [G]."""
+def _moved(block: list[_Paged], moves: Moves, counts: jax.Array, *, by_number: bool) -> list[jax.Array]:
+    """A block's arrays after these moves [G, L, K, N], of cells by number or of positions in order. counts [G]: the
+    rows' cells, 0 of rows that are not compacted."""
     targets, new = moves.targets, []
     if targets is None:
         for array in block:
             if new:  # one array after the other, as they read all that stays
                 new[-1], moves = lax.optimization_barrier((new[-1], moves))
-            new.append(array.with_retained(moves.sources, due))
+            cells = array.cells_at(moves.sources) if by_number else array.selected(moves.sources, counts)
+            new.append(array.with_first(cells, counts > 0))
         return new
     read = lax.optimization_barrier([array.cells_at(moves.sources) for array in block])  # all, before any is written
     for array, cells in zip(block, read, strict=True):

@@ -43,12 +43,12 @@ def cells_of(array: np.ndarray, state: RowState, row: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 2, 8])
-def test_due_rows_alone_are_compacted(together):
+@pytest.mark.parametrize(("together", "fast"), [(1, True), (2, True), (8, True), (1, False)])
+def test_due_rows_alone_are_compacted(together, fast):
     state = random_state()
     shape = LAYERS, ROWS * COLUMNS, HEADS, SLOTS, SIZE
     cache = tuple(jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0)))
-    how = Compaction(POLICY, (Keys(2, SIZE, AttentionOptions(1.0)),), together=together)
+    how = Compaction(POLICY, (Keys(2, SIZE, AttentionOptions(1.0)),), together=together, fast_gathers=fast)
     entries = jnp.array(ENTRIES, jnp.int32)
     run = jax.jit(compact_rows, static_argnums=(0, 1, 2))
     new, after = run(Shards(), NAMES, how, (cache, state), (), entries)
