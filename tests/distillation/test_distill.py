@@ -28,7 +28,7 @@ from inferlib.option_checks import ConfigurationError
 from inferlib.tokenizer import Tokenizer
 from tests.helpers.cli_model import make_model
 
-SMALL = dict(steps=40, batch=8, length=24, unroll=2, draft_vocab=64, warmup=1, save_every=20, log_every=1, devices=1)
+SMALL = dict(steps=20, batch=8, length=24, unroll=2, draft_vocab=64, warmup=1, save_every=10, log_every=1, devices=1)
 SMALL |= dict(lr=3e-3, continuations=16)
 
 
@@ -99,14 +99,14 @@ def test_an_interrupted_run_resumes_to_the_same_loss(model, texts, whole, tmp_pa
     out, add = tmp_path / "head", Record.add
 
     def stop(self, step, *args, **metrics):
-        if step == 23:
+        if step == 13:
             raise KeyboardInterrupt
         add(self, step, *args, **metrics)
 
     monkeypatch.setattr(Record, "add", stop)
     with pytest.raises(KeyboardInterrupt):
         opened(model, texts, out, like=whole).complete()
-    assert len(losses(out)) == 22
+    assert len(losses(out)) == 12
     monkeypatch.setattr(Record, "add", add)
     result = opened(model, texts, out, like=whole).complete()
     assert losses(out) == losses(whole.out)
@@ -171,7 +171,7 @@ def test_two_devices_learn_as_one(model, texts, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_head_learns_what_its_target_goes_on_with(whole):
-    """In 40 steps, for a random model; one of 64 drafts would stand by chance."""
+    """In 20 steps, for a random model; one of 64 drafts would stand by chance."""
     entries = read_log(whole.folder / "log.jsonl")
     loss, standing = ([entry[name] for entry in entries] for name in ("loss", "standing"))
     assert np.mean(loss[-5:]) < 0.8 * np.mean(loss[:5])  # of so many steps, which vary

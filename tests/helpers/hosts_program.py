@@ -33,7 +33,7 @@ def tokens_of(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[l
 def greedy(llm: LLM, **more: Any) -> dict[str, Any]:
     """More prompts than rows, chunked prefill, and what happens on process 0 alone: a stream that is left, a request
     that is not valid. more: parameters of all requests."""
-    results: dict[str, Any] = {"greedy": tokens_of(llm, SamplingParams(temperature=0, max_tokens=8, **more))}
+    results: dict[str, Any] = {"greedy": tokens_of(llm, SamplingParams(temperature=0, max_tokens=3, **more))}
     stream = iter(llm.stream("an eel", SamplingParams(temperature=0, max_tokens=40, **more)))
     results["stream"] = [next(stream) for _ in range(3)]
     stream.close()
@@ -41,9 +41,9 @@ def greedy(llm: LLM, **more: Any) -> dict[str, Any]:
         llm.generate([[1], [999999]], SamplingParams(temperature=0))
     except ValueError as error:
         results["error"] = str(error)
-    lengths = [SamplingParams(temperature=0, max_tokens=n, **more) for n in (3, 12, 1, 5, 8)]
+    lengths = [SamplingParams(temperature=0, max_tokens=n, **more) for n in (3, 5, 1, 2, 4)]
     results["lengths"] = tokens_of(llm, lengths)
-    stop = SamplingParams(temperature=0, max_tokens=12, stop=results["stream"][-1] or "e", **more)
+    stop = SamplingParams(temperature=0, max_tokens=6, stop=results["stream"][-1] or "e", **more)
     results["stop"] = [o.outputs[0].text for o in llm.generate(["a", "tea"], stop)]
     return results
 
@@ -51,8 +51,8 @@ def greedy(llm: LLM, **more: Any) -> dict[str, Any]:
 def everything(llm: LLM) -> dict[str, Any]:
     """Also sampled rows and all scores. Rows have log-probabilities, so that there are programs of one mode."""
     results = greedy(llm, logprobs=0)
-    results["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=6, seed=5, logprobs=0))
-    results["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=6, n=2, logprobs=0))
+    results["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=3, seed=5, logprobs=0))
+    results["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=3, n=2, logprobs=0))
     (output,) = llm.generate("teal", SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
     ranks = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     results["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
