@@ -344,8 +344,8 @@ def write_large_checkpoint(folder: Path) -> None:
 
 
 def write_large_experts(folder: Path) -> None:
-    """About 200 MB in bfloat16, nearly all of it 64 experts; the largest tensor is 2 MB."""
-    layers, experts, shapes = 2, 32, {f"{name}.weight": (1024, 1024) for name in ("model.embed_tokens", "lm_head")}
+    """About 200 MB in bfloat16, nearly all of it 16 experts; the largest tensor is 4 MB."""
+    layers, experts, shapes = 2, 8, {f"{name}.weight": (1024, 1024) for name in ("model.embed_tokens", "lm_head")}
     shapes["model.norm.weight"] = (1024,)
     for i in range(layers):
         layer = f"model.layers.{i}."
@@ -355,14 +355,14 @@ def write_large_experts(folder: Path) -> None:
         shapes[f"{layer}block_sparse_moe.gate.weight"] = (experts, 1024)
         for e in range(experts):
             expert = f"{layer}block_sparse_moe.experts.{e}."
-            shapes |= {f"{expert}w{n}.weight": (1024, 512) if n == 2 else (512, 1024) for n in (1, 2, 3)}
-    noise = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32).astype(ml_dtypes.bfloat16)
+            shapes |= {f"{expert}w{n}.weight": (1024, 2048) if n == 2 else (2048, 1024) for n in (1, 2, 3)}
+    noise = np.random.default_rng(0).normal(size=1 << 21).astype(np.float32).astype(ml_dtypes.bfloat16)
     save_file({name: noise[: np.prod(shape)].reshape(shape) for name, shape in shapes.items()}, folder / FILE)
     config = {
         "architectures": ["MixtralForCausalLM"],
         "vocab_size": 1024,
         "hidden_size": 1024,
-        "intermediate_size": 512,
+        "intermediate_size": 2048,
         "num_hidden_layers": layers,
         "num_attention_heads": 8,
         "num_key_value_heads": 1,

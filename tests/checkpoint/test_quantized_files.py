@@ -173,7 +173,7 @@ def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
             if weight.packed:
                 of_one = weight if not parallel else replace(weight, shape=(7, *weight.shape[1:]))
                 if weight.name not in expected:
-                    expected[weight.name] = of_one.packing.pack(*dense[weight.name])
+                    expected[weight.name] = jax.jit(of_one.packing.pack)(*dense[weight.name])
                 for got, want in zip(cached, expected[weight.name], strict=True):
                     np.testing.assert_array_equal(got[: len(want)], want, err_msg=f"{source.name} {weight.name}")
 

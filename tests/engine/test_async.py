@@ -78,8 +78,9 @@ def test_streams_give_what_generate_gives(small, expected):
 @pytest.mark.slow
 def test_every_kind_of_output(small):
     """Several outputs, stop strings, log-probabilities, those of the prompt, and a chat template."""
-    free = small.generate(PROMPTS[0], SamplingParams(seed=3, max_tokens=20, ignore_eos=True))[0].outputs[0].text
-    params = SamplingParams(seed=3, max_tokens=20, n=2, stop=free[5:8], logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(seed=3, max_tokens=20, n=2, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    free = small.generate(PROMPTS[0], params)[0].outputs[0].text
+    params = dataclasses.replace(params, stop=free[5:8])
     (result,) = small.generate(PROMPTS[0], params)
     messages, template = [{"role": "user", "content": "ab"}], "{{ messages[0].content }}"
     (answer,) = small.chat(messages, GREEDY, chat_template=template)

@@ -34,8 +34,8 @@ KINDS = [
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
     *(pytest.param(family, marks=pytest.mark.release) for family in FURTHER),
 ]
-# Other stacked layers decode in `test_cache` and in the tests of speculation.
-STACKED = [pytest.param("minicpm3", marks=pytest.mark.release), "gemma3n_text"]
+# Others decode in `test_cache` and in the tests of speculation; unrolled, these do above.
+STACKED = ["minicpm3", "gemma3n_text"]
 # Of patterns that repeat in `TINY` one layer of each kind.
 _LINEAR, _FULL = "linear_attention", "full_attention"
 FEWER: dict[str, dict[str, Any]] = {
@@ -46,6 +46,7 @@ FEWER: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": (_LINEAR, _FULL)},
     "minimax": {"num_hidden_layers": 2, "layer_types": (_LINEAR, _FULL)},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ("conv", _FULL)},
+    "kimi_linear": {"num_hidden_layers": 2, "layer_types": (_LINEAR, _FULL), "mlp_layer_types": ("dense", "dense")},
     "nemotron_h": {"layers_block_type": ("mamba", "attention", "mlp", "mlp")},
     "llama4_text": {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
 }
@@ -125,7 +126,7 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
     assert all(result.startswith(reason) for result, reason in zip(said, reasons, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("family", STACKED)
 def test_stacked_layers_decode_as_transformers_does(family, checkpoint, llm_of):
     """Their logits are those of `test_parity`."""

@@ -270,7 +270,7 @@ def test_experts_do_not_round_their_tokens(tmp_path):
 def test_rounded_tokens_on_a_mesh(checkpoint, monkeypatch):
     """Where inputs are split, each device has a scale for its part, so results are as near as rounding is."""
     monkeypatch.setattr(eight_bits, "MANY_ROWS", 16)
-    path, (prompt,) = checkpoint("llama"), random_prompts([20])
+    path, (prompt,) = checkpoint("llama", num_hidden_layers=1, intermediate_size=64), random_prompts([20])
     sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets(prefill=(16,), batch=(1,), cache=(32,)))
     options = dict(progress=False, **sizes)
     exact, one, two = (

@@ -14,7 +14,7 @@ from inferlib.outputs import RequestOutput
 from inferlib.programs.counter import compilations
 from tests.helpers.engines import assert_accounted
 from tests.helpers.json_schemas import random_schema
-from tests.helpers.llms import build_llm, random_prompts
+from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import before_each_dispatch, poison
 from tests.helpers.speculation import BUCKETS, GREEDY, TAILS, TRUNK, assert_same, options, run, tight
 
@@ -79,14 +79,14 @@ def test_tokens_are_those_without(llm, expected):
 
 
 @pytest.mark.slow
-def test_forced_tokens_take_fewer_steps(path, without):
+def test_forced_tokens_take_fewer_steps(llm, without):
     """Alone, all drafts of a grammar stand: the first of forced tokens comes by itself, the others four at a time."""
     letters = StructuredOutputs(choice=["a b c d e f g h"])
     job = (TAILS[0], dataclasses.replace(GREEDY, structured_outputs=letters, ignore_eos=False))
     (wanted,) = run(without, [job])
-    llm = build_llm(path, BUCKETS, speculation="ngram:3")
-    assert_same(run(llm, [job]), [wanted])
-    stats, count = llm.stats, len(wanted.outputs[0].token_ids)
+    with new_engine(llm) as engine:
+        assert_same(run(llm, [job]), [wanted])
+    stats, count = engine.stats, len(wanted.outputs[0].token_ids)
     assert stats.drafts == stats.accepted_drafts
     assert count - stats.accepted_drafts <= 2 + count // 4
     assert stats.dispatches <= 3 + count // 4
