@@ -37,14 +37,14 @@ def test_prompts_are_tokenised_alike(llm):
 
 
 def test_greedy_tokens(llm):
-    """All prompts in one batch, one of them longer than a prefill chunk. They take the program of `test_logits`."""
-    sequences = [sequence(prompt["prompt_ids"], 40, detail="logits") for prompt in PROMPTS]
+    """All prompts in one batch, one of them longer than a prefill chunk. They take the program of `test_logits`, which
+    has the logits of all steps; here are the first."""
+    sequences = [sequence(prompt["prompt_ids"], 20, detail="logits") for prompt in PROMPTS]
     for prompt, tokens in zip(PROMPTS, run(llm.engine, sequences), strict=True):
-        steps = certain_steps(prompt)
+        steps = min(certain_steps(prompt), 20)
         assert steps >= 10
         assert tokens[:steps] == prompt["greedy_ids"][:steps]
-        if steps == 40:
-            assert llm.tokenizer.decode(tokens, skip_special_tokens=False) == prompt["greedy_text"]
+        assert llm.tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False) == prompt["greedy_text"]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt["prompt"][:20])

@@ -73,10 +73,11 @@ def warm(llm: LLM) -> dict[str, Any]:
 
 
 def endless(llm: LLM) -> None:
-    """One prompt that fits a chunk, so that there are two programs."""
+    """One prompt that fits a chunk, so that there are two programs, which have run when it says so."""
+    llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     while True:
-        llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
         print("decoding", flush=True)
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
 
 
 def error(llm: LLM) -> None:
