@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.eagle3 import Eagle3Config, abstract_head
 from inferlib.models.mtp import abstract_mtp, layer_like
+from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import keeps_state
 from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Deployed, Matrix, Memory, step_time
 from inferlib.planning.drafts import Drafts
 from inferlib.programs.keys import ProgramKey
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class DeployedLayer(Deployed):
         if self.head is not None:
             return abstract_head(self.head, "bfloat16", shards=self.shards).model
         assert self.target_config is not None
-        return abstract_mtp(self.target_config, "bfloat16", quantization=self.quantization, shards=self.shards).model
+        return _abstract_mtp(self.target_config, self.parallel, self.quantization)
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -63,6 +66,12 @@ class DeployedLayer(Deployed):
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         """The collectives of a model of this one layer: of its embedding, its branches and its head."""
         return Deployed(self.config, self.target, self.parallel, self.quantization)._collectives(key)
+
+
+@lru_cache(maxsize=256)
+def _abstract_mtp(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None) -> AbstractModel:
+    """A model's own layer for further tokens, which a plan asks for with each number of rows and drafts."""
+    return abstract_mtp(config, "bfloat16", quantization=quantization, shards=planned_shards(parallel)).model
 
 
 def drafting_seconds(drafting: Deployed, rows: int, live: float, count: int) -> float:
