@@ -106,7 +106,7 @@ async def _under_load(address: str, prompts: list[str], streamed: str) -> tuple[
 
 def test_a_replica_is_killed_under_load(address, llm):
     """Requests are answered, by others where need be. Streams end, or say that they were cut. Ray starts a new one."""
-    prompts = [f"request {i}" for i in range(24)]
+    prompts = [f"request {i}" for i in range(12)]
     before = set(replicas())
     responses, stream = asyncio.run(_under_load(address, prompts, "a stream"))
     assert [response.status_code for response in responses] == [200] * len(prompts)

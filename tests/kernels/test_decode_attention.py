@@ -95,6 +95,7 @@ SHORT_CASES = {
     ),
     "short rows, full rings": Case(
         (0, 1, 64, 65, 300, 503, 79, 80),
+        heads=1,
         slots=64,
         ring=True,
         dtype=jnp.bfloat16,
@@ -117,7 +118,14 @@ SHORT_CASES = {
         writes=True,
     ),
     "short rows, rings of pages, several written": Case(
-        (3, 40, 63, 66, 100, 163, 0, 80), queries=2, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
+        (3, 40, 63, 66, 100, 163, 0, 80),
+        heads=1,
+        queries=2,
+        slots=16,
+        columns=5,
+        ring=True,
+        options={"window": 60},
+        writes=True,
     ),
     "short rows in a ring of pages, a tree, keys that are values": Case(
         (0, 2, 5, 300),
@@ -136,6 +144,7 @@ SHORT_CASES = {
     ),
     "short rows, rings, several written to some": Case(
         (0, 1, 16, 63, 64, 65, 100, 131),
+        heads=1,
         queries=3,
         slots=80,
         ring=True,
@@ -185,7 +194,8 @@ FURTHER = [
 ]
 MORE_FURTHER = ("keys that are values", "ring of pages", "a tree of new tokens", "several queries, pages")
 FURTHER_SHORT = [
-    (f"short rows{rest}", "tpu") for rest in (" in pages, window, softcap", ", fp8 in half precision, written")
+    *((f"short rows{rest}", "tpu") for rest in (" in pages, window, softcap", ", fp8 in half precision, written")),
+    ("short rows, rings, several written to some", "tpu"),
 ]
 FURTHER_QUANTISED = ("fp8 in half precision, softcap, sinks", "int8 ring", "int8, several queries, large logits")
 FURTHER_WRITING = [
