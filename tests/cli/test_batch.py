@@ -353,9 +353,13 @@ def test_ctrl_c(batch, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             yield finished
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LLM, "run", interrupted)
-        result = batch.run()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(LLM, "run", interrupted)
+            result = batch.run()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert result.exit_code == 128 + signal.SIGINT
     assert "interrupted; the finished lines are kept, continue with: " in result.stderr
     assert len(batch.results()) == 3
