@@ -42,7 +42,7 @@ class DeployedLayer(Deployed):
     @cached_property
     def model(self) -> AbstractModel:
         if self.head is not None:
-            return abstract_head(self.head, "bfloat16", shards=self.shards).model
+            return _abstract_head(self.head, self.parallel)
         assert self.target_config is not None
         return _abstract_mtp(self.target_config, self.parallel, self.quantization)
 
@@ -68,9 +68,14 @@ class DeployedLayer(Deployed):
         return Deployed(self.config, self.target, self.parallel, self.quantization)._collectives(key)
 
 
+# A plan asks for a layer with each number of rows and drafts.
+@lru_cache(maxsize=256)
+def _abstract_head(head: Eagle3Config, parallel: Parallelism) -> AbstractModel:
+    return abstract_head(head, "bfloat16", shards=planned_shards(parallel)).model
+
+
 @lru_cache(maxsize=256)
 def _abstract_mtp(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None) -> AbstractModel:
-    """A model's own layer for further tokens, which a plan asks for with each number of rows and drafts."""
     return abstract_mtp(config, "bfloat16", quantization=quantization, shards=planned_shards(parallel)).model
 
 
