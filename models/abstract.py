@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
@@ -36,9 +37,12 @@ from inferlib.ops.choice import Choice
 from inferlib.ops.low_rank import LowRankWeight, factor_arrays
 from inferlib.ops.packed import PackedTensor, Packing, choose, choose_packings
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
+from inferlib.ops.separate_gate_up import SeparateGateUp
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
+
+AbstractWeight = jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor | SeparateGateUp | LowRankWeight  # with shapes
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class WeightSpec:
 
     block: index of its block in `Decoder.blocks`; None outside the layers. part: its name in the block. contracting:
     the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored in the
-    layout that a kernel reads; float4: see `Packing`. rank: of the branch beside it, see `low_rank`; 0: there is none.
+    layout that a kernel reads; float4: see `Packing`. separate: it is stored as a `SeparateGateUp`. rank: of the branch
+    beside it, see `low_rank`; 0: there is none.
     """
 
     name: str
@@ -61,6 +66,7 @@ class WeightSpec:
     scheme: Scheme | None = None
     packed: bool = False
     float4: bool = False
+    separate: bool = False
     rank: int = 0
 
     @property
@@ -79,8 +85,12 @@ class WeightSpec:
         return self.packed_arrays(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)), *factors)
 
     def packed_arrays(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays that store the weight, computed from its scheme's arrays, which change only if it is packed.
-        Traceable."""
+        """The arrays that store the weight, computed from its scheme's arrays, which change only if it is packed or
+        separate. Traceable."""
+        if self.separate:
+            places = [array.axes.index(axes.GATE_UP) for array in replace(self, separate=False).arrays]
+            pairs = itertools.product(range(2), zip(arrays, places, strict=True))
+            return tuple(lax.index_in_dim(array, half, at, keepdims=False) for half, (array, at) in pairs)
         if not self.packed:
             return arrays
         count = len(arrays) - len(self._factors)
@@ -92,12 +102,30 @@ class WeightSpec:
         return factor_arrays(self.rank, self.shape, self.axes, self.contracting) if self.rank else {}
 
     @property
-    def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor | LowRankWeight:
+    def can_be_separate(self) -> bool:
+        """True if it is gate and up of a dense layer, without a branch, and no kernel reads both as one."""
+        if axes.GATE_UP not in self.axes or axes.EXPERTS in self.axes or self.packed or self.rank:
+            return False
+        return bool(self.contracting) and self.shape[self.axes.index(axes.GATE_UP)] == 2
+
+    @property
+    def halves(self) -> tuple[WeightSpec, WeightSpec]:
+        """Gate and up of a separate weight."""
+        at = self.axes.index(axes.GATE_UP)
+        shape, names = self.shape[:at] + self.shape[at + 1 :], self.axes[:at] + self.axes[at + 1 :]
+        half = partial(replace, self, shape=shape, axes=names, separate=False)
+        gate, up = (half(name=f"{self.name}.{x}", part=f"{self.part}.{x}") for x in ("gate", "up"))
+        return gate, up
+
+    @property
+    def value(self) -> AbstractWeight:
         """The weight as layers see it, with shapes for arrays."""
         return self.local(Shards())
 
-    def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor | LowRankWeight:
+    def local(self, shards: Shards) -> AbstractWeight:
         """A device's shard of `value`."""
+        if self.separate:
+            return SeparateGateUp(*(half.local(shards) for half in self.halves))
         arrays = ((shards.local_shape(array.axes, array.shape), array.dtype) for array in self.arrays)
         structs: list[Any] = [jax.ShapeDtypeStruct(*array) for array in arrays]
         if self.rank:
@@ -123,6 +151,8 @@ class WeightSpec:
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """The arrays that store the weight."""
+        if self.separate:
+            return tuple(array for half in self.halves for array in half.arrays)
         if self.packed:
             arrays = self.packing.arrays()
         elif self.scheme is not None:
@@ -304,8 +334,8 @@ def abstract_model(
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
-    backend: weights are packed for its kernels where `packed.choose` says so. scan: stack repeating layers (see
-    `segments_of`). shards: the mesh; heads, feed-forward and vocabulary are padded or copied to divide over it.
+    backend: weights are packed for its kernels where `packed.choose` says so, and gate and up are separate if it says
+    so, but not with adapters or a branch of low rank. scan: stack repeating layers (see `segments_of`). shards: the mesh; heads, feed-forward and vocabulary are padded or copied to divide over it.
     expert_slots: see `Layout`. adapters: how many may change the weights. Raises ShardingError if the mesh would cut a
     group of elements that share a scale.
     """
@@ -341,6 +371,8 @@ def abstract_module(
         _must_keep_groups(weight, quantization, shards)
         _must_keep_rotations(weight, shards)
     weights = _packed(weights, dtype, backend, shards)
+    if backend.gate_up == "separate" and adapters is None:
+        weights = tuple(replace(weight, separate=weight.can_be_separate) for weight in weights)
     stored = jax.tree.unflatten(tree, [_stored(p, w) for p, w in zip(params, weights, strict=True)])
     model = AbstractModel(layout, np.dtype(dtype), segments, weights, adapters, (), graph, jax.tree.structure(stored))
     return model if adapters is None else _with_adapters(model, adapters, params, tree)
@@ -424,8 +456,8 @@ def _scheme(scheme: Scheme, p: nnx.Param) -> Scheme:
 
 
 def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:
-    """The parameter; of a quantised or packed weight, its value is a `QuantizedTensor` or `PackedTensor`."""
-    if weight.scheme is None and not weight.packed:
+    """The parameter; of a weight that is quantised, packed or separate, its value is of a type for that."""
+    if weight.scheme is None and not weight.packed and not weight.separate:
         return p
     return p.replace(weight.value)
 

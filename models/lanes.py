@@ -27,6 +27,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.stream import Residual
 from inferlib.ops.precision import precision_of
+from inferlib.ops.separate_gate_up import SeparateGateUp
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -203,7 +204,9 @@ class LaneBlock(Block):
         if x.shape[1] == 1:
             one = _of_one(self.pre_mlp_norm, x, y, ctx.shards)
             return ctx.matmul(one, mlp.gate_up[...], activation=partial(gated, mlp.spec.activation))
-        gate, up = (into_lanes(y, half) for half in jnp.moveaxis(mlp.gate_up[...], 1, 0))
+        both = mlp.gate_up[...]
+        halves = (both.gate, both.up) if isinstance(both, SeparateGateUp) else jnp.moveaxis(both, 1, 0)
+        gate, up = (into_lanes(y, half) for half in halves)
         return gated(mlp.spec.activation, gate, up)
 
     def narrowed(self, hidden: jax.Array, lanes: int, ctx: StepContext) -> jax.Array:

@@ -302,7 +302,7 @@ def _expanded(
 ) -> tuple[jax.Array, ...]:
     """Add the copies and padding of the model's layout to one layer's weight, and quantise it if the target says so."""
     target = replace(target.of_layer, name="", block=None)
-    same = stored.scheme == target.scheme and not target.packed
+    same = stored.scheme == target.scheme and not target.packed and not target.separate
     if same and [x.shape for x in arrays] == [spec.shape for spec in target.arrays]:
         return arrays
     layer = None if stored.block is None else model.config.layers[stored.block]
@@ -347,7 +347,7 @@ def expand_all(
     heads: Heads | None, stored: WeightSpec, target: WeightSpec, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """See `_expanded`. Traceable."""
-    whole = replace(target, scheme=stored.scheme, packed=False, float4=False)
+    whole = replace(target, scheme=stored.scheme, packed=False, float4=False, separate=False)
     expanded = tuple(
         expand(x, spec.axes, spec.shape, heads, fill=float(spec.part.endswith(".scales")))
         for spec, x in zip(whole.arrays, arrays, strict=True)

@@ -31,6 +31,7 @@ class Backend:
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
+    gate_up: Literal["merged", "separate"] = "merged"  # how unrolled dense layers store both; a kernel needs one array
     generation: Literal[None, "v4", "v5e", "v5p", "v6e", "v7x"] = None  # the TPU generation planned for; not a choice
 
     def __post_init__(self):

@@ -25,6 +25,7 @@ from inferlib.ops.partial_sums import PartialSums
 from inferlib.ops.precision import precision_of
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 from inferlib.ops.residual_norm import DeferredNorm
+from inferlib.ops.separate_gate_up import SeparateGateUp
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +53,16 @@ class FusableNorm:
 
 
 Activations = jax.Array | FusableNorm | DeferredNorm
-Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight | ObservedWeight | FakeQuantizedWeight | LowRankWeight
+Weight = (
+    jax.Array
+    | QuantizedTensor
+    | PackedTensor
+    | SeparateGateUp
+    | RingWeight
+    | ObservedWeight
+    | FakeQuantizedWeight
+    | LowRankWeight
+)
 
 
 def as_array(x: Activations) -> jax.Array:
@@ -218,6 +228,12 @@ def _fake_quantized(x: Activations, w: FakeQuantizedWeight, product: Product) ->
     return product.activated(_dense(w.inputs(as_array(x)), w.values, product, transposed=False))
 
 
+def _separate(x: Activations, w: SeparateGateUp, product: Product) -> jax.Array:
+    options: dict[str, Any] = dict(contract=product.contract, out_dtype=product.out_dtype, backend=product.backend)
+    gate, up = (matmul(x, half, **options) for half in (w.gate, w.up))
+    return jnp.stack([gate, up], axis=1) if product.activation is None else product.activation(gate, up)
+
+
 def _low_rank(x: Activations, w: LowRankWeight, product: Product) -> jax.Array:
     """The sum of both branches; an activation comes after it."""
     x, base = w.parted(x)
@@ -302,6 +318,7 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
 _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     QuantizedTensor: _quantized,
     PackedTensor: _packed,
+    SeparateGateUp: _separate,
     RingWeight: _with_ring,
     ObservedWeight: _observed,
     FakeQuantizedWeight: _fake_quantized,

@@ -229,7 +229,9 @@ class ProgramSet:
     def options(self, key: ProgramKey) -> dict[str, str | bool] | None:
         """Compiler options of the program of a key."""
         on_chip = any(choice.name != "xla" for choice in self.choices.layers["loop_weights"].values())
-        return compiler_options(self.model, self.config.platform, key.tokens, on_chip=on_chip) or None
+        rehearsed = isinstance(self.config.shards.mesh, Mesh) and self._platform == "cpu"  # what TPUs run, on CPUs
+        platform = "cpu" if rehearsed else self.config.platform
+        return compiler_options(self.model, platform, key.tokens, on_chip=on_chip) or None
 
     def demand(self) -> Demand:
         """What an engine with these programs takes of a device's memory, as far as they are compiled."""

@@ -30,7 +30,8 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.locks import locked
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.quantization import QUANTIZATIONS
+from inferlib.models.quantization import QUANTIZATIONS, Quantization
+from inferlib.ops.backend import Backend
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding import axes
@@ -94,22 +95,25 @@ def converted(checkpoint, tmp_path_factory) -> Callable[..., Path]:
     return build
 
 
+SEPARATE = Backend(gate_up="separate")
+
+
 @pytest.fixture
 def copy(converted, tmp_path) -> Path:
     """A converted model to damage."""
     return Path(shutil.copytree(converted("biased"), tmp_path / "copy"))
 
 
-def load(path: Path, dtype: str, parallel: str = "", scan: bool = False) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
+def load(path: Path, dtype: str, parallel: str = "", **options) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
-    model = abstract_model(files.config, dtype, scan=scan, shards=shards)
+    model = abstract_model(files.config, dtype, shards=shards, **options)
     return model, files.load(model, shards=shards)
 
 
-def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", scan: bool = False) -> None:
+def assert_same(path: Path, expected: Path, dtype: str, parallel: str = "", **options) -> None:
     """Bit by bit, and on the same devices."""
-    model, got = load(path, dtype, parallel, scan)
-    _, want = load(expected, dtype, parallel, scan)
+    model, got = load(path, dtype, parallel, **options)
+    _, want = load(expected, dtype, parallel, **options)
     for spec, a, b in zip(model.specs, got, want, strict=True):
         assert (a.shape, a.dtype) == (spec.shape, spec.dtype), spec.name
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), spec.name
@@ -147,6 +151,21 @@ def test_experts_saved_where_they_do_not_divide(checkpoint, converted):
 def test_stacked_layers(checkpoint, converted):
     """A pattern of two that repeats, then a layer alone."""
     assert_same(converted("gemma3"), checkpoint("gemma3"), "float32", "tp=4", scan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_gate_and_up_as_two_arrays(quantization, checkpoint, converted):
+    """Those of the joint array, from a checkpoint and from converted weights."""
+    options = dict(quantization=quantization and Quantization.named(quantization))
+    assert_same(converted("biased"), checkpoint("biased"), "float32", "tp=2", backend=SEPARATE, **options)
+    both = (load(converted("biased"), "float32", backend=backend, **options) for backend in (SEPARATE, Backend()))
+    separate, joint = ({spec.name: x for spec, x in zip(model.specs, arrays, strict=True)} for model, arrays in both)
+    for ending in ["", ".scales"] if quantization else [""]:
+        name = "blocks.0.mlp.gate_up"
+        halves = np.moveaxis(joint[name + ending], -2, 0)
+        for half, values in zip(("gate", "up"), halves, strict=True):
+            np.testing.assert_array_equal(separate[f"{name}.{half}{ending}"], values)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from inferlib.models.adapters import AdapterSlots
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.planning.collectives import LATE_SUMS
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.estimate import estimate
@@ -118,9 +119,14 @@ def test_large_sums_are_made_at_once(monkeypatch):
         assert "collective-permute" not in {c.kind for c in recorded}
 
 
-@pytest.mark.release
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "margin"), [({"speculation": "ngram:3"}, 1e-3), ({"quantization": "int8", "parallel": "tp=4"}, 0.3)]
+    ("options", "margin"),
+    [
+        ({"backend": Backend(gate_up="separate"), "parallel": "tp=2"}, 1e-3),
+        pytest.param({"speculation": "ngram:3"}, 1e-3, marks=pytest.mark.release),
+        pytest.param({"quantization": "int8", "parallel": "tp=4"}, 0.3, marks=pytest.mark.release),
+    ],
 )
 def test_options_go_with_lanes(options, margin, paths):
     """Tokens are the best ones, but for what rounding changes."""

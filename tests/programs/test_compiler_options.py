@@ -11,6 +11,7 @@ from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.adapters import AdapterSlots
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.ops.on_chip import OPTIONS
 from inferlib.programs.compiler_options import compiler_options
 from inferlib.programs.keys import ProgramKey
@@ -56,6 +57,13 @@ def test_loops_that_keep_weights_on_chip_say_so_to_the_compiler():
     assert compiler_options(model("int8"), "tpu", 64, on_chip=True) == OPTIONS
     assert compiler_options(model("int8"), "tpu", 65, on_chip=True) == {}
     assert compiler_options(model("int8"), "gpu", 8, on_chip=True) == {}
+
+
+def test_tpus_place_the_largest_of_separate_weights_first():
+    separate = model(None, backend=Backend(gate_up="separate"))
+    (rule,) = compiler_options(separate, "tpu", 8).values()
+    assert "size_gte: 33554432" in rule
+    assert compiler_options(separate, "cpu", 8) == {}
 
 
 def test_a_step_has_the_tokens_of_rows_and_of_prompts():

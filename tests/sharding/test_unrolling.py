@@ -24,13 +24,13 @@ from tests.helpers.sequences import logits_and_tokens
 def resolved(
     name="llama3-8b", parallel="tp=8", quantization=None, device="tpu", layers=None, generation="v5e", **options
 ):
-    """(scan, how products are made) of a deployment."""
+    """(scan, how products are made, whether gate and up are separate) of a deployment."""
     model = config_from_hf(configs.load(name))
     model = model if layers is None else replace(model, layers=model.layers[:1] * layers)
     stored = None if quantization is None else Quantization.named(quantization)
     shards, kind = planned_shards(Parallelism.parse(parallel)), DeviceKind(device, generation=generation)
     config = EngineOptions(max_batch=16, max_len=1024, **options).resolve(kind, shards, model, stored)
-    return config.scan, config.backend.matmul
+    return config.scan, config.backend.matmul, config.backend.gate_up == "separate"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def resolved(
     ],
 )
 def test_layers_with_collectives_between_readable_weights_are_unrolled(options):
-    assert resolved(**options) == (False, "xla")
+    assert resolved(**options) == (False, "xla", True)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_layers_with_collectives_between_readable_weights_are_unrolled(options):
     ],
 )
 def test_others_are_scanned_and_multiplied_by_kernels(options):
-    assert resolved(**options) == (True, "pallas_tpu")
+    assert resolved(**options) == (True, "pallas_tpu", False)
 
 
 def test_other_platforms_are_as_before():
-    assert resolved(device="cpu") == (False, "xla")
-    assert resolved(device="gpu") == (False, "pallas_gpu")
-    assert resolved(device="tpu", scan=False) == (False, "pallas_tpu")
+    assert resolved(device="cpu") == (False, "xla", False)
+    assert resolved(device="gpu") == (False, "pallas_gpu", False)
+    assert resolved(device="tpu", scan=False) == (False, "pallas_tpu", False)
 
 
 @pytest.mark.parametrize("name", configs.plan_names())
@@ -85,21 +85,23 @@ def test_the_cost_model_says_so_too(name):
         return
     work = plan.deployed.decode(8, 1024.0)
     stored = plan.deployed.quantization and str(plan.deployed.quantization)
-    scan, product = resolved(plan.model, plan.parallel, stored, generation=plan.slice.chip.name)
+    scan, product, _ = resolved(plan.model, plan.parallel, stored, generation=plan.slice.chip.name)
     assert work.fetches_ahead == (product == "xla") == (not scan)
     times = {ahead: step_time(replace(work, fetches_ahead=ahead), plan.deployed.network) for ahead in (True, False)}
     assert times[True].seconds <= times[False].seconds
 
 
 @pytest.mark.slow
-def test_tokens_and_logits_are_those_of_scanned_layers(checkpoint):
-    """On a mesh of CPUs, bit for bit."""
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tokens_and_logits_are_those_of_scanned_layers(quantization, checkpoint):
+    """On a mesh of CPUs, bit for bit. Scanned layers have gate and up in one array."""
     sizes = Buckets(prefill=(8,), batch=(4,), cache=(64,))
-    options = dict(parallel="tp=2", platform="tpu", free_layouts=False)
+    options = dict(parallel="tp=2", platform="tpu", free_layouts=False, quantization=quantization)
     results = []
     for form in ({"backend": "xla"}, {"backend": "xla", "scan": True}):
         llm = build_llm(checkpoint("llama"), sizes, **options, **form)
         assert llm.config.scan == form.get("scan", False)
+        assert any(weight.separate for weight in llm.engine.model.weights) == (not llm.config.scan)
         results.append(logits_and_tokens(llm, [[3, 1, 4, 1, 5], [9, 2, 6]], 12))
     (logits, tokens), (expected, wanted) = results
     assert tokens == wanted
