@@ -335,9 +335,10 @@ def abstract_model(
     """The structure of `config` with weights of `dtype`, or quantised.
 
     backend: weights are packed for its kernels where `packed.choose` says so, and gate and up are separate if it says
-    so, but not with adapters or a branch of low rank. scan: stack repeating layers (see `segments_of`). shards: the mesh; heads, feed-forward and vocabulary are padded or copied to divide over it.
-    expert_slots: see `Layout`. adapters: how many may change the weights. Raises ShardingError if the mesh would cut a
-    group of elements that share a scale.
+    so, but not with adapters or a branch of low rank. scan: stack repeating layers (see `segments_of`). shards: the
+    mesh; heads, feed-forward and vocabulary are padded or copied to divide over it. expert_slots: see `Layout`.
+    adapters: how many may change the weights. Raises ShardingError if the mesh would cut a group of elements that share
+    a scale.
     """
     layout = Layout(config, shards, expert_slots)
     must_multiply(layout, quantization, adapted=adapters is not None)
