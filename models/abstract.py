@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,8 @@ class WeightSpec:
     def local(self, shards: Shards) -> AbstractWeight:
         """A device's shard of `value`."""
         if self.separate:
-            return SeparateGateUp(*(half.local(shards) for half in self.halves))
+            gate, up = (cast(jax.Array | QuantizedTensor, half.local(shards)) for half in self.halves)
+            return SeparateGateUp(gate, up)
         arrays = ((shards.local_shape(array.axes, array.shape), array.dtype) for array in self.arrays)
         structs: list[Any] = [jax.ShapeDtypeStruct(*array) for array in arrays]
         if self.rank:

@@ -206,7 +206,7 @@ class LaneBlock(Block):
             return ctx.matmul(one, mlp.gate_up[...], activation=partial(gated, mlp.spec.activation))
         both = mlp.gate_up[...]
         halves = (both.gate, both.up) if isinstance(both, SeparateGateUp) else jnp.moveaxis(both, 1, 0)
-        gate, up = (into_lanes(y, half) for half in halves)
+        gate, up = (into_lanes(y, cast(jax.Array, half)) for half in halves)  # not quantised, see `must_multiply`
         return gated(mlp.spec.activation, gate, up)
 
     def narrowed(self, hidden: jax.Array, lanes: int, ctx: StepContext) -> jax.Array:

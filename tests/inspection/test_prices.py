@@ -266,7 +266,7 @@ def test_every_operation_of_a_decode_step_has_a_listing(tmp_path):
     step = program.step
     assert step.operations["estimate"] == step.operations["bytes"] == 0.0
     assert program.floor < step.computing < 1.1 * program.floor
-    assert step.fetching > 0.8 * step.network  # of weights, during collectives
+    assert step.fetching > 0.75 * step.network  # of weights, during collectives
     residual = next(p for p in step.prices if p["count"] == 2 * 16 - 1)
     assert residual["seconds"] < 0.5e-6  # the compiler estimates 2.8 us
     attention = next(p for p in step.prices if p["name"] == "decode_attention")
