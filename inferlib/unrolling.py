@@ -59,8 +59,8 @@ def tpu_backend(
     shards: Shards,
     generation: str | None,
 ) -> Backend:
-    """The backend on TPUs, by whose choices XLA multiplies if layers are unrolled, by gate and up as separate arrays:
-    one of both is the largest of a layer, and XLA fetches none that is larger than on-chip memory."""
+    """The backend on TPUs. If layers are unrolled, XLA multiplies, and gate and up are separate arrays: one of both
+    would be the largest of a layer, and XLA fetches none that is larger than on-chip memory."""
     if not unrolls(model, quantization, shards, backend, generation):
         return backend
     return replace(backend, matmul="xla", gate_up="separate")

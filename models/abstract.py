@@ -88,9 +88,9 @@ class WeightSpec:
         """The arrays that store the weight, computed from its scheme's arrays, which change only if it is packed or
         separate. Traceable."""
         if self.separate:
-            places = [array.axes.index(axes.GATE_UP) for array in replace(self, separate=False).arrays]
-            pairs = itertools.product(range(2), zip(arrays, places, strict=True))
-            return tuple(lax.index_in_dim(array, half, at, keepdims=False) for half, (array, at) in pairs)
+            places = [spec.axes.index(axes.GATE_UP) for spec in replace(self, separate=False).arrays]
+            pairs = list(zip(arrays, places, strict=True))
+            return tuple(lax.index_in_dim(x, half, at, keepdims=False) for half in range(2) for x, at in pairs)
         if not self.packed:
             return arrays
         count = len(arrays) - len(self._factors)

@@ -302,7 +302,7 @@ def _expanded(
 ) -> tuple[jax.Array, ...]:
     """Add the copies and padding of the model's layout to one layer's weight, and quantise it if the target says so."""
     target = replace(target.of_layer, name="", block=None)
-    same = stored.scheme == target.scheme and not target.packed and not target.separate
+    same = stored.scheme == target.scheme and not target.packed
     if same and [x.shape for x in arrays] == [spec.shape for spec in target.arrays]:
         return arrays
     layer = None if stored.block is None else model.config.layers[stored.block]

@@ -229,6 +229,7 @@ def _fake_quantized(x: Activations, w: FakeQuantizedWeight, product: Product) ->
 
 
 def _separate(x: Activations, w: SeparateGateUp, product: Product) -> jax.Array:
+    """The products with gate and with up, activated, or [T, 2, F] if there is no activation."""
     options: dict[str, Any] = dict(contract=product.contract, out_dtype=product.out_dtype, backend=product.backend)
     gate, up = (matmul(x, half, **options) for half in (w.gate, w.up))
     return jnp.stack([gate, up], axis=1) if product.activation is None else product.activation(gate, up)

@@ -36,6 +36,8 @@ def compiler_options(
     Weights that XLA unpacks in the product need its kernels, and so do products of few rows. XLA also compares what
     each form of a product computes; for cuBLAS's alone that is left out, as it takes longer than to time them.
 
+    On TPUs those with separate weights place the largest arrays on chip first.
+
     on_chip: weights of loops stay on chip, see `inferlib.ops.on_chip`.
     """
     if platform == "tpu" and on_chip and tokens <= MEMORY_BOUND_ROWS:
