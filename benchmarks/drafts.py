@@ -7,13 +7,17 @@ A shape from configs/ with random weights, whose final norm is zero: every logit
 as those of a real one, at no cost. --tokens: C, of which C - 1 are drafts; with 1 there is no speculation. A row begins
 with so many tokens that it has --cache in the end, and generates --generate. "step" is what a step takes, "of one"
 relative to the first C; "gain" is tokens/s relative to that.
+
+--draft takes a shape of the same vocabulary for a model that drafts, in the same program: its logits are zero too, so
+that all its drafts stand. Further rows have steps in which it drafts, and "of parts" is relative to the sum of a step
+that verifies as many drafts of nobody's and of a step of the draft model for each of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +33,7 @@ from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.profit import Profit
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.shards import Shards
 from inferlib.speculation.settings import Speculation
 
@@ -57,6 +62,22 @@ class Always(Profit):
         return self.counts[-1]
 
 
+@dataclass(frozen=True)
+class Model:
+    """A shape with random weights, whose logits are zero."""
+
+    structure: AbstractModel
+    weights: tuple[Any, ...]
+
+    @staticmethod
+    def make(name: str, dtype: str, backend: str) -> Model:
+        """The model of a shape in configs/."""
+        shape = config_from_hf(configs.load(name))
+        config = engine_config(shape, 1, 1024, Shards(), backend=backend)
+        structure = abstract_model(shape, dtype, backend=config.backend, scan=config.scan)
+        return Model(structure, constant(structure, structure.random_weights()))
+
+
 def constant(model: AbstractModel, weights: Sequence[Any]) -> tuple[Any, ...]:
     """The weights with a final norm that makes every hidden state zero."""
     none = -1.0 if model.config.norm.unit_offset else 0.0
@@ -76,9 +97,22 @@ def fewest(config: EngineConfig, drafts: int) -> int:
     return (_FIRST + _FEWEST + config.in_flight + 2) * most(config, drafts)
 
 
-def measure(model: AbstractModel, weights: Sequence[Any], config: Any, tokens: int) -> tuple[float, float, float]:
-    """Milliseconds of a step, tokens that a row gets of one, and tokens/s of all rows. tokens: of a row."""
-    engine = Engine(model, weights, config)
+@dataclass(frozen=True)
+class Step:
+    """ms: milliseconds of a step. each: tokens that a row gets of it. rate: tokens/s of all rows."""
+
+    ms: float
+    each: float
+    rate: float
+
+
+def measure(model: Model, config: EngineConfig, tokens: int, draft: Model | None = None) -> Step:
+    """A step of an engine whose rows generate so many tokens. draft: a model that drafts for it."""
+    weights, programs = model.weights, None
+    if draft is not None:
+        weights += draft.weights
+        programs = ProgramSet.make(model.structure, config, drafting=draft.structure)
+    engine = Engine(model.structure, weights, config, programs=programs)
     if config.speculation is not None:
         engine.scheduler.profit = Always(config.speculation, config.platform)
     occupy(engine, config.max_len - tokens - 1, tokens + 1)
@@ -91,7 +125,8 @@ def measure(model: AbstractModel, weights: Sequence[Any], config: Any, tokens: i
         engine.advance()
     seconds, stats = time.perf_counter() - start, engine.stats
     steps = (stats.generated_tokens - stats.accepted_drafts) / config.max_batch
-    return 1e3 * seconds / steps, stats.generated_tokens / steps / config.max_batch, stats.generated_tokens / seconds
+    each = stats.generated_tokens / steps / config.max_batch
+    return Step(1e3 * seconds / steps, each, stats.generated_tokens / seconds)
 
 
 def main() -> None:
@@ -102,31 +137,52 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=2048)
     parser.add_argument("--generate", type=int, default=512, help="tokens of each row")
     parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--draft", choices=configs.names(), help="shape of a model that drafts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     batches, counts = ([int(n) for n in text.split(",")] for text in (args.batch, args.tokens))
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    shape = config_from_hf(configs.load(args.config))
-    first = engine_config(shape, batches[0], args.cache, Shards(), backend=args.backend)
-    model = abstract_model(shape, dtype, backend=first.backend, scan=first.scan)
-    least = max(fewest(first, count - 1) for count in counts)
-    if not least <= args.generate < args.cache - 1:
-        parser.error(f"--generate must be at least {least} for {max(counts)} tokens a step, and less than --cache - 1")
-    weights = constant(model, model.random_weights())
+    model = Model.make(args.config, dtype, args.backend)
+    draft = None if args.draft is None else Model.make(args.draft, dtype, args.backend)
     title = (
         f"{args.config}, {dtype}, {jax.devices()[0].device_kind}, cache {args.cache}, acceptance {args.acceptance:g}"
     )
     table = Table("batch", "C", "step (ms)", "of one", "tokens a step", "tokens/s", "gain", title=title)
+    if draft is not None:
+        table.add_column(f"of parts, {args.draft} drafts")
     for batch in batches:
-        config, base = engine_config(shape, batch, args.cache, Shards(), backend=args.backend), None
-        for count in counts:
-            speculation = Speculation(Guesses(args.acceptance), tokens=count - 1) if count > 1 else None
-            step, each, rate = measure(model, weights, replace(config, speculation=speculation), args.generate)
-            base = base or (step, rate)
-            relative = f"{step / base[0]:.2f}x", f"{each:.2f}", f"{rate:.0f}", f"{rate / base[1]:.2f}x"
-            table.add_row(str(batch), str(count), f"{step:.3f}", *relative)
+        config = engine_config(model.structure.config, batch, args.cache, Shards(), backend=args.backend)
+        least = max(fewest(config, count - 1) for count in counts)
+        if not least <= args.generate < args.cache - 1:
+            parser.error(f"--generate must be at least {least} for {max(counts)} tokens a step, and below --cache - 1")
+        for row in rows_of(model, draft, config, counts, args):
+            table.add_row(str(batch), *row)
     Console(width=None if Console().is_terminal else 120).print(table)
+
+
+def rows_of(
+    model: Model, draft: Model | None, config: EngineConfig, counts: Sequence[int], args: argparse.Namespace
+) -> Iterator[tuple[str, ...]]:
+    """Rows of the table for one batch."""
+    base, alone = None, 0.0
+    if draft is not None:
+        alone = measure(draft, replace(config, speculation=None), args.generate).ms
+    for count in counts:
+        speculation = Speculation(Guesses(args.acceptance), tokens=count - 1) if count > 1 else None
+        step = measure(model, replace(config, speculation=speculation), args.generate)
+        base = base or step
+        yield str(count), *texts(step, base)
+        if draft is not None and count > 1:
+            speculation = Speculation("draft", tokens=count - 1, model=args.draft)
+            whole = measure(model, replace(config, speculation=speculation), args.generate, draft)
+            yield str(count), *texts(whole, base), f"{whole.ms / (step.ms + (count - 1) * alone):.2f}x"
+
+
+def texts(step: Step, base: Step) -> tuple[str, ...]:
+    """A step's figures, beside those of another one."""
+    relative = f"{step.ms / base.ms:.2f}x", f"{step.each:.2f}", f"{step.rate:.0f}", f"{step.rate / base.rate:.2f}x"
+    return f"{step.ms:.3f}", *relative
 
 
 if __name__ == "__main__":

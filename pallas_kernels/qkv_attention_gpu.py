@@ -25,8 +25,8 @@ from inferlib.pallas_kernels.partial_sums_gpu import summed
 from inferlib.pallas_kernels.projected_heads_gpu import ProjectedHeads
 from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
-MOST_SHARES = 16  # most partial sums, times a row's tokens, that each program of attention adds up for itself
-SHARES_OF_MANY = 4  # the same, where not all programs work at once
+MOST_SHARES = 16  # most partial sums that each program of attention adds up for itself
+SHARES_OF_MANY = 4  # the same, times a row's tokens, where these are several or not all programs work at once
 
 
 def qkv_attention(
@@ -59,7 +59,7 @@ def qkv_attention(
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
         many = rows * kv_heads * split["splits"] > over_cache.CONCURRENT
-        if products.shape[0] * queries > (SHARES_OF_MANY if many else MOST_SHARES):
+        if products.shape[0] * queries > (SHARES_OF_MANY if many or queries > 1 else MOST_SHARES):
             norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
             flat = products.reshape(*products.shape[:2], -1)
             addend = None if addend is None else addend.reshape(tokens, -1)

@@ -199,11 +199,11 @@ NO_POWERS = "no powers of two, rotated in part, norms with an offset"
     ("name", "limits", "normed", "before"),
     [
         (NO_POWERS, {}, True, False),
-        ("several tokens, some of them new, across shares", {}, True, False),
+        ("several tokens, some of them new, across shares", {}, True, True),
         pytest.param(
             "several tokens, some of them new, across shares",
-            {"MOST_SHARES": 9},
-            *(True, True),
+            {"SHARES_OF_MANY": 99},
+            *(True, False),
             marks=pytest.mark.release,
         ),
         pytest.param(NO_POWERS, {"CONCURRENT": 1}, False, False, marks=pytest.mark.release),
