@@ -8,6 +8,7 @@ prompt is the last one, and tokens choose experts at random. What is not named d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -26,7 +27,9 @@ def scalars_of(kernel: str, call: Instruction, operands: Sequence[Shape], key: P
     """The scalar operands of a kernel's call, by index. operands: the shapes of all operands."""
     start = max(key.limit - key.chunk, 0)
     match kernel:
-        case "decode_attention" | "mla_decode_attention":
+        case "decode_attention":
+            return {0: np.full(operands[0].dims, _positions(call, operands, key))}
+        case "mla_decode_attention":
             return {0: np.full(operands[0].dims, key.limit)}
         case "prefill_attention" | "mla_prefill_attention":
             chunks, parts = operands[2].dims
@@ -44,6 +47,15 @@ def scalars_of(kernel: str, call: Instruction, operands: Sequence[Shape], key: P
         case "expert_mlp":
             return {1: _chosen(call, operands)}
     return {}
+
+
+def _positions(call: Instruction, operands: Sequence[Shape], key: ProgramKey) -> int:
+    """The lengths that a kernel of decode attention is told: those of its rows, or, if it takes several rows together,
+    how many positions of each it reads, by the FLOPs that it declares."""
+    out, declared = call.shapes[0].dims, call.declared_cost
+    if declared is None or out[0] == operands[0].dims[0]:
+        return key.limit
+    return min(key.limit, declared[1] // (4 * prod(out)))
 
 
 def _chosen(call: Instruction, operands: Sequence[Shape]) -> np.ndarray:

@@ -253,8 +253,11 @@ def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int)
         if received < devices * tokens or not how.ragged:
             ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
     rows, routes = _nbytes((sent, width), dtype), _nbytes((sent, 2 * spec.router.chosen), np.float32)
-    ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))
-    ledger.add(Collective(there, "routes", "", routes), (axes.EXPERTS,))
+    if how is None:
+        ledger.add(Collective(there, "tokens to experts", "", rows + routes), (axes.EXPERTS,))
+    else:
+        ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))
+        ledger.add(Collective(there, "routes", "", routes), (axes.EXPERTS,))
     return received, Collective(back, "experts to tokens", "", rows)
 
 

@@ -17,11 +17,13 @@ _HALF = (np.dtype("bfloat16"), np.dtype("float16"))
 _SIDE_BY_SIDE = {"xla_gpu_dot_merger_threshold_mb": "0", "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 # Of programs that copy separate weights to on-chip memory ahead: XLA:TPU places the largest first. Otherwise it leaves
-# out most of those above 50 MB in deep models, such as more than 54 layers of 70B with 32 rows on eight v6e.
+# out most of those above 50 MB in deep models, such as more than 54 layers of 70B with 32 rows on eight v6e. And it
+# copies no weight for the next call of the program: it would choose the head, which then lies there in the whole step.
 _LARGE = 32 * 2**20
-_LARGEST_FIRST: dict[str, str | bool] = {
+_COPIED_AHEAD: dict[str, str | bool] = {
     "xla_tpu_msa_sort_order_overrides": f"overrides {{ hlo_position_matcher {{ size_gte: {_LARGE} }} "
-    "override_options { assign_first: true } }"
+    "override_options { assign_first: true } }",
+    "xla_max_cross_program_prefetches": "0",
 }
 
 
@@ -36,14 +38,14 @@ def compiler_options(
     Weights that XLA unpacks in the product need its kernels, and so do products of few rows. XLA also compares what
     each form of a product computes; for cuBLAS's alone that is left out, as it takes longer than to time them.
 
-    On TPUs those with separate weights place the largest arrays on chip first.
+    On TPUs those with separate weights place the largest arrays on chip first, and none for the next call.
 
     on_chip: weights of loops stay on chip, see `inferlib.ops.on_chip`.
     """
     if platform == "tpu" and on_chip and tokens <= MEMORY_BOUND_ROWS:
         return OPTIONS
     if platform == "tpu" and any(weight.separate for weight in model.weights):
-        return _LARGEST_FIRST
+        return _COPIED_AHEAD
     if platform != "gpu":
         return {}
     options: dict[str, str | bool] = {}

@@ -2,7 +2,8 @@
 
 If there are few tokens, every device gathers all of them and sums the outputs of its experts, and a reduce-scatter
 returns the sums. More tokens are exchanged by all-to-all: a token goes, with all its routes, once to each device that
-has an expert it chose, and one sum returns from each. The way that moves fewer bytes is chosen when a program is built.
+has an expert it chose, and one sum returns from each. That takes two more collectives, and moves fewer bytes. The way
+that takes less time is chosen when a program is built.
 
 All tokens may choose experts of one device, but it has no room for all at once. There is room for 1.5 times the rows of
 balanced routing; the others go in further rounds. Nothing is dropped.
@@ -26,8 +27,9 @@ from inferlib.ops.segment_sum import TILE, Segments, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-# Bytes that a link carries in the microsecond or so that one more collective takes to start.
-_START_BYTES = 64 << 10
+# Bytes that links carry while they wait for the two more collectives of an all-to-all: some 20 us each, in which a
+# TPU's links carry 2 to 4 MB, and those of a GPU more.
+_WAIT_BYTES = 4 << 20
 _SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
 _LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum over this device's experts
@@ -63,7 +65,7 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
         room = min(tokens, ceil(_SLACK * share))
         exchange = Exchange(devices * room, room, ragged=False)
     bytes_per_row = 2 * row_bytes + 8 * spec.router.chosen
-    return exchange if exchange.rows * bytes_per_row + _START_BYTES < all_rows * bytes_per_row else None
+    return exchange if exchange.rows * bytes_per_row + _WAIT_BYTES < all_rows * bytes_per_row else None
 
 
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:
@@ -101,10 +103,19 @@ def through_experts(
         return compute(x, slots, weights)
     routes = jnp.concatenate([slots.astype(jnp.float32), weights], axis=1)  # numbers of slots are exact in float32
     if exchange is None:
-        all_tokens, routes = (shards.gather(a, axes.EXPERTS, dim=0) for a in (x, routes))
-        return shards.scatter(_computed(compute, all_tokens, routes), axes.EXPERTS)
+        return shards.scatter(_computed(compute, *_gathered(x, routes, shards)), axes.EXPERTS)
     trip = _Trip.of(slots, count, shards.size(axes.EXPERTS))
     return (_ragged if exchange.ragged else _padded)(x, routes, trip, exchange, compute, shards)
+
+
+def _gathered(x: jax.Array, routes: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    """x [T, D] and routes [T, 2 k] of all devices, by one collective that moves both as integers."""
+    bits = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    route_bits = lax.bitcast_convert_type(routes, bits).reshape(x.shape[0], -1)
+    sent = jnp.concatenate([lax.bitcast_convert_type(x, bits), route_bits], axis=1)
+    all_x, all_routes = jnp.split(shards.gather(sent, axes.EXPERTS, dim=0), [x.shape[1]], axis=1)
+    all_routes = all_routes.reshape(*all_x.shape[:1], routes.shape[1], *(2,) * (bits == jnp.uint16))
+    return lax.bitcast_convert_type(all_x, x.dtype), lax.bitcast_convert_type(all_routes, routes.dtype)
 
 
 class _Trip(NamedTuple):

@@ -17,7 +17,7 @@ from inferlib.programs.program_set import ProgramSet
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _MEMBERS = r"\{\{[\d,{}]+\}\}|mesh\[.*?\] \{[^{}]*\}"
 _COLLECTIVE = re.compile(rf"= (\(?[^=]*?\)?) ({_KINDS})\(.*?(?:replica_groups|source_target_pairs)=({_MEMBERS})")
-_ARRAY = re.compile(r"(?:f32|s32)\[([\d,]*)\]")
+_ARRAY = re.compile(r"(?:f32|s32|u32)\[([\d,]*)\]")
 _CALL = re.compile(r"(?:condition|body|calls|to_apply)=%([\w.-]+)")
 
 Collectives = Counter[tuple[str, str, int]]

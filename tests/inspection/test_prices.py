@@ -227,7 +227,7 @@ def test_the_scalars_of_kernels_are_those_of_full_rows():
         shapes = [Shape("bf16" if len(d) > 2 else "s32", d) for d in dims]
         return {n: np.asarray(x).tolist() for n, x in scalars_of(kernel, call, shapes, key).items()}
 
-    assert of("decode_attention", (3,), (1,), (12,)) == {0: [1024] * 3}
+    assert of("mla_decode_attention", (3,), (1,), (12,)) == {0: [1024] * 3}
     prefill = ProgramKey("greedy", 0, 1024, chunks=2, chunk=200)
     assert of("prefill_attention", (2,), (1,), (2, 2), (2, 2), key=prefill) == {
         2: [[824, 924]] * 2,
@@ -237,6 +237,19 @@ def test_the_scalars_of_kernels_are_those_of_full_rows():
     read = of("expert_mlp", (1,), (8,), (2, 8, 4, 64, 4000), (40, 128))[1]  # the declared bytes are half of a layer
     assert sorted(read) == [0] * 4 + [1] * 4
     assert of("mx_matmul", (1,), (8, 128)) == {}
+
+
+@pytest.mark.parametrize(("groups", "lengths"), [(4, 1024), (2, 100)])
+def test_attention_of_rows_together_is_told_how_many_positions_it_reads(groups, lengths):
+    """100 of each row, by the declared FLOPs: of two heads, each with 8 queries of 128 numbers."""
+    call = Module(TEXT).entry.instructions["mx_matmul.3"]
+    flops = 4 * 4 * 2 * 8 * 128 * 100
+    rest = f'"cost_estimate":{{"flops":"{flops}","transcendentals":"0","bytes_accessed":"1"}}'
+    out = Shape("bf16", (groups, 2 * 4 // groups, 8, 128))
+    (read,) = scalars_of(
+        "decode_attention", replace(call, shapes=(out,), rest=rest), [Shape("s32", (4,))], KEY
+    ).values()
+    assert read.tolist() == [lengths] * 4
 
 
 def test_the_report_says_how_each_part_is_priced():

@@ -59,10 +59,11 @@ def test_loops_that_keep_weights_on_chip_say_so_to_the_compiler():
     assert compiler_options(model("int8"), "gpu", 8, on_chip=True) == {}
 
 
-def test_tpus_place_the_largest_of_separate_weights_first():
+def test_tpus_place_the_largest_of_separate_weights_first_and_none_for_the_next_call():
     separate = model(None, backend=Backend(gate_up="separate"))
-    (rule,) = compiler_options(separate, "tpu", 8).values()
-    assert "size_gte: 33554432" in rule
+    options = compiler_options(separate, "tpu", 8)
+    assert "size_gte: 33554432" in options["xla_tpu_msa_sort_order_overrides"]
+    assert options["xla_max_cross_program_prefetches"] == "0"
     assert compiler_options(separate, "cpu", 8) == {}
 
 

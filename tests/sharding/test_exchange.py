@@ -38,7 +38,7 @@ SPECS = {
 def tiny_tokens_are_worth_it(monkeypatch):
     """Shapes that are used here only: programs are kept."""
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(exchange, "_START_BYTES", 0)
+    monkeypatch.setattr(exchange, "_WAIT_BYTES", 0)
     monkeypatch.setattr(exchange, "_LEAST_ROOM", 0)
     for module in (exchange, moe, segment_sum):
         monkeypatch.setattr(module, "TILE", 2)
@@ -107,7 +107,7 @@ def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
     tokens = TOKENS // (parallelism.expert * parallelism.data)
-    monkeypatch.setattr(exchange, "_START_BYTES", 1 << 30 if form == "gathered" else 0)
+    monkeypatch.setattr(exchange, "_WAIT_BYTES", 1 << 30 if form == "gathered" else 0)
     backend = Backend(exchange="ragged" if form == "ragged" else "padded")
     how, received = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, backend), tokens * parallelism.expert
     if form == "gathered":
@@ -159,15 +159,16 @@ def test_quantised_experts(shape_of):
 
 
 def test_what_is_chosen(monkeypatch):
-    """By bytes: few tokens, or few devices for a token's choices, are gathered."""
+    """By bytes and the number of collectives: few tokens, or few devices for a token's choices, are gathered."""
     monkeypatch.undo()
     spec = MoeSpec(RouterSpec(256, 8), 2048)  # DeepSeek-V3's
     ragged = dict(row_bytes=2 * 7168, backend=Backend(exchange="ragged"))
     assert exchange_of(spec, 1, devices=1, **ragged) is None
     assert exchange_of(spec, 1, devices=4, **ragged) is None
-    # A token goes to 3.6 of 4 devices, and so few tokens take no rounds.
-    assert exchange_of(spec, 64, devices=4, **ragged) == Exchange(rows=232, room=256, ragged=True, many=False)
-    # One goes to 7.2 of 32 devices.
+    assert exchange_of(spec, 256, devices=4, **ragged) is None  # a token goes to 3.6 of 4 devices
+    assert exchange_of(spec, 4, devices=32, **ragged) is None  # all-to-all would take longer to start
+    # A token goes to 7.2 of 32 devices, and so few tokens take no rounds.
+    assert exchange_of(spec, 32, devices=32, **ragged) == Exchange(rows=233, room=1024, ragged=True, many=False)
     assert exchange_of(spec, 512, devices=32, **ragged) == Exchange(rows=3721, room=5632, ragged=True)
     padded = exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, backend=Backend())
     assert padded == Exchange(rows=32 * 22, room=22, ragged=False)
