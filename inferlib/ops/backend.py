@@ -45,6 +45,11 @@ class Backend:
         """False on a GPU with kernels: there the host checks a loop's condition, and the device waits."""
         return self.grouped_matmul != "pallas_gpu"
 
+    @property
+    def on_torus(self) -> bool:
+        """True if devices reach others by way of those between them: TPUs do, GPUs by a switch."""
+        return self.generation is not None
+
     @staticmethod
     def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.

@@ -2,8 +2,8 @@
 
 If there are few tokens, every device gathers all of them and sums the outputs of its experts, and a reduce-scatter
 returns the sums. More tokens are exchanged by all-to-all: a token goes, with all its routes, once to each device that
-has an expert it chose, and one sum returns from each. That takes two more collectives, and moves fewer bytes. The way
-that takes less time is chosen when a program is built.
+has an expert it chose, and one sum returns from each. That takes two more collectives and moves fewer bytes, which on a
+torus cross more links. The way that takes less time is chosen when a program is built.
 
 All tokens may choose experts of one device, but it has no room for all at once. There is room for 1.5 times the rows of
 balanced routing; the others go in further rounds. Nothing is dropped.
@@ -30,6 +30,9 @@ from inferlib.sharding.shards import Shards
 # Bytes that a device's links carry, at 100 GB/s and more, in the 20 us each that the two more collectives of an
 # all-to-all take to start and to arrive.
 _WAIT_BYTES = 4 << 20
+# On a torus of n devices, a byte of an all-to-all takes some 0.8 times the root of n as long as one of a gather, because
+# it crosses the links of devices in between. By the cost model, for 2 to 64 devices of a slice.
+_FURTHER = 0.8
 _SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
 _LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum over this device's experts
@@ -65,7 +68,9 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
         room = min(tokens, ceil(_SLACK * share))
         exchange = Exchange(devices * room, room, ragged=False)
     bytes_per_row = 2 * row_bytes + 8 * spec.router.chosen
-    return exchange if exchange.rows * bytes_per_row + _WAIT_BYTES < all_rows * bytes_per_row else None
+    further = max(_FURTHER * devices**0.5, 1.0) if backend.on_torus else 1.0
+    sent = exchange.rows * bytes_per_row * further + _WAIT_BYTES
+    return exchange if sent < all_rows * bytes_per_row else None
 
 
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:

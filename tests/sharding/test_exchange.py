@@ -193,6 +193,10 @@ def test_what_is_chosen(monkeypatch):
     assert padded == Exchange(rows=32 * 22, room=22, ragged=False)
     kernel = Backend(exchange="ragged", grouped_matmul="pallas_gpu")  # would wait for the host in each round
     assert exchange_of(spec, 512, devices=32, row_bytes=2 * 7168, backend=kernel).room == 512 * 32
+    torus = dict(row_bytes=2 * 7168, backend=Backend(exchange="ragged", generation="v6e"))
+    assert exchange_of(spec, 512, devices=8, **torus) is None  # half as far would be less
+    assert exchange_of(spec, 512, devices=8, **ragged) is not None
+    assert exchange_of(MoeSpec(RouterSpec(256, 1), 2048), 512, devices=8, **torus) is not None
     everywhere = MoeSpec(RouterSpec(8, 8), 2048)
     assert exchange_of(everywhere, 64, devices=8, **ragged) is None
 
