@@ -30,8 +30,8 @@ from inferlib.sharding.shards import Shards
 # Bytes that a device's links carry, at 100 GB/s and more, in the 20 us each that the two more collectives of an
 # all-to-all take to start and to arrive.
 _WAIT_BYTES = 4 << 20
-# On a torus of n devices, a byte of an all-to-all takes some 0.8 times the root of n as long as one of a gather, because
-# it crosses the links of devices in between. By the cost model, for 2 to 64 devices of a slice.
+# On a torus of n devices, a byte of an all-to-all takes some 0.8 times the root of n as long as one of a gather: it
+# crosses the links of devices in between. By the cost model, for 2 to 64 devices of a slice.
 _FURTHER = 0.8
 _SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
 _LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
