@@ -8,9 +8,9 @@ as those of a real one, at no cost. --tokens: C, of which C - 1 are drafts; with
 with so many tokens that it has --cache in the end, and generates --generate. "step" is what a step takes, "of one"
 relative to the first C; "gain" is tokens/s relative to that.
 
---draft takes a shape of the same vocabulary for a model that drafts, in the same program: its logits are zero too, so
-that all its drafts stand. Further rows have steps in which it drafts, and "of parts" is relative to the sum of a step
-that verifies as many drafts of nobody's and of a step of the draft model for each of them.
+--draft names a shape of the same vocabulary, for a model that drafts in the same program. Its logits are zero too, so
+all its drafts stand. Further rows are steps with it. "of parts" is relative to what the parts take alone: a step that
+verifies as many drafts of the benchmark's drafter, and a step of the draft model for each of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import configs
-from inferlib.config import EngineConfig
+from inferlib.config import EngineConfig, check_draft
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.profit import Profit
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.shards import Shards
@@ -72,10 +73,15 @@ class Model:
     @staticmethod
     def make(name: str, dtype: str, backend: str) -> Model:
         """The model of a shape in configs/."""
-        shape = config_from_hf(configs.load(name))
+        shape = shape_of(name)
         config = engine_config(shape, 1, 1024, Shards(), backend=backend)
         structure = abstract_model(shape, dtype, backend=config.backend, scan=config.scan)
         return Model(structure, constant(structure, structure.random_weights()))
+
+
+def shape_of(name: str) -> ModelConfig:
+    """The structure of a shape in configs/."""
+    return config_from_hf(configs.load(name))
 
 
 def constant(model: AbstractModel, weights: Sequence[Any]) -> tuple[Any, ...]:
@@ -143,6 +149,15 @@ def main() -> None:
     args = parser.parse_args()
     batches, counts = ([int(n) for n in text.split(",")] for text in (args.batch, args.tokens))
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    made = {n: engine_config(shape_of(args.config), n, args.cache, Shards(), backend=args.backend) for n in batches}
+    least = max(fewest(config, count - 1) for config in made.values() for count in counts)
+    if not least <= args.generate < args.cache - 1:
+        parser.error(f"--generate must be at least {least} for {max(counts)} tokens a step, and below --cache - 1")
+    if args.draft:
+        try:
+            check_draft(shape_of(args.draft), shape_of(args.config), args.cache)
+        except ValueError as error:
+            parser.error(f"--draft {args.draft}: {error}")
     model = Model.make(args.config, dtype, args.backend)
     draft = None if args.draft is None else Model.make(args.draft, dtype, args.backend)
     title = (
@@ -151,11 +166,7 @@ def main() -> None:
     table = Table("batch", "C", "step (ms)", "of one", "tokens a step", "tokens/s", "gain", title=title)
     if draft is not None:
         table.add_column(f"of parts, {args.draft} drafts")
-    for batch in batches:
-        config = engine_config(model.structure.config, batch, args.cache, Shards(), backend=args.backend)
-        least = max(fewest(config, count - 1) for count in counts)
-        if not least <= args.generate < args.cache - 1:
-            parser.error(f"--generate must be at least {least} for {max(counts)} tokens a step, and below --cache - 1")
+    for batch, config in made.items():
         for row in rows_of(model, draft, config, counts, args):
             table.add_row(str(batch), *row)
     Console(width=None if Console().is_terminal else 120).print(table)

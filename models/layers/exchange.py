@@ -116,11 +116,9 @@ def through_experts(
 def _gathered(x: jax.Array, routes: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
     """x [T, D] and routes [T, 2 k] of all devices, by one collective that moves both as integers."""
     bits = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    route_bits = lax.bitcast_convert_type(routes, bits).reshape(x.shape[0], -1)
-    sent = jnp.concatenate([lax.bitcast_convert_type(x, bits), route_bits], axis=1)
+    sent = jnp.concatenate([x.view(bits), routes.view(bits)], axis=1)
     all_x, all_routes = jnp.split(shards.gather(sent, axes.EXPERTS, dim=0), [x.shape[1]], axis=1)
-    all_routes = all_routes.reshape(*all_x.shape[:1], routes.shape[1], *(2,) * (bits == jnp.uint16))
-    return lax.bitcast_convert_type(all_x, x.dtype), lax.bitcast_convert_type(all_routes, routes.dtype)
+    return all_x.view(x.dtype), all_routes.view(routes.dtype)
 
 
 class _Trip(NamedTuple):
