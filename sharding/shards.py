@@ -136,9 +136,6 @@ class Shards:
     def max(self, x: jax.Array, name: str) -> jax.Array:
         return lax.pmax(x, over) if (over := self.mesh_axes(name)) else x
 
-    def min(self, x: jax.Array, name: str) -> jax.Array:
-        return lax.pmin(x, over) if (over := self.mesh_axes(name)) else x
-
     def gather(self, x: jax.Array, name: str, dim: int) -> jax.Array:
         """All-gather the shards of a logical axis along dimension `dim`."""
         return lax.all_gather(x, over, axis=dim, tiled=True) if (over := self.mesh_axes(name)) else x

@@ -350,14 +350,22 @@ def _bits_without_int64(key: jax.Array, size: int) -> jax.Array:
 
 
 def _argmax(x: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """The token [N] int32 with the largest element of each row of x [N, V], the lowest id among equals.
+    """The token [N] int32 with the largest element of each row of x [N, V] float32, the lowest id among equals.
 
-    Takes two reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to.
+    Takes two reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to. Devices that
+    split the vocabulary send each other their largest elements and these tokens at once: a collective takes longer to
+    start than its bytes take.
     """
     # Where nothing equals the maximum (NaN), the result is the last token, so it always is a token.
     last = vocabulary.size(x.shape[-1]) - 1
-    ids = jnp.where(x == vocabulary.max(x), vocabulary.ids(x), last)
-    return vocabulary.shards.min(ids.min(-1), axes.VOCAB)
+    best = x.max(-1, keepdims=True)
+    ids = jnp.where(x == best, vocabulary.ids(x), last).min(-1)
+    if vocabulary.shards.size(axes.VOCAB) == 1:
+        return ids
+    pairs = jnp.stack([lax.bitcast_convert_type(best[:, 0], jnp.int32), ids])
+    bests, all_ids = jnp.split(vocabulary.shards.stack(pairs, axes.VOCAB), 2, axis=1)
+    bests = lax.bitcast_convert_type(bests, jnp.float32)
+    return jnp.where(bests == bests.max(0), all_ids, last).min(0)[0]
 
 
 def score(logits: jax.Array, token: jax.Array, vocabulary: Vocabulary = WHOLE) -> Sampled:

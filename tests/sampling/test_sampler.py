@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from jax.sharding import PartitionSpec
 
 from inferlib.sampling import (
     SamplingParams,
@@ -24,7 +25,10 @@ from inferlib.sampling import (
     sample,
     unpack,
 )
-from inferlib.sampling.sampler import _gumbel, process
+from inferlib.sampling.sampler import Vocabulary, _gumbel, process
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import make_shards
 from tests.helpers.sampler_reference import counts_of, reference_probs, reference_process
 
 
@@ -65,6 +69,25 @@ def test_greedy_takes_the_lowest_id_among_equals_and_reads_only_logits():
     assert token.dtype == np.int32
     assert 0 <= token[2] < 9, "an inactive row must still yield a token that an embedding can look up"
     assert 0 <= token[3] < 9
+
+
+def test_devices_that_split_the_vocabulary_find_the_same_token():
+    """Equal elements on two devices, none of a device that is finite, and a row of NaN; by one collective."""
+    shards = make_shards(Parallelism(tensor=4))
+    logits = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    logits[0, [20, 40]] = 9.0
+    logits[1, :48] = -np.inf
+    logits[2] = np.nan
+    logits[3] = -np.inf
+    split = PartitionSpec(None, shards.mesh_axes(axes.VOCAB))
+    greedy = lambda logits: sample(logits, None, None, None, mode="greedy", vocabulary=Vocabulary(shards)).token  # noqa: E731
+    run = jax.jit(jax.shard_map(greedy, mesh=shards.mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+    token = np.asarray(run(logits))
+    want = np.asarray(sample(jnp.asarray(logits), None, None, None, mode="greedy").token)
+    np.testing.assert_array_equal(token, want)
+    assert token[0] == 20
+    text = str(jax.make_jaxpr(run)(logits))
+    assert sum(text.count(f" {name}[") for name in ("all_gather", "pmax", "pmin", "psum")) == 1
 
 
 @pytest.mark.slow
