@@ -75,20 +75,10 @@ class Way(NamedTuple):
     rest: Steps
 
     @staticmethod
-    def of_attention(devices: int, nbytes: int) -> Way:
-        """Pairs of devices tell each other theirs, then each tells the others what its pair has. The first step has
-        little time, that of the feed-forward's last product. nbytes: of the sums of a lane, [T, D]."""
-        if nbytes > MOST_BYTES:
-            return Way((), ())
-        pairs, others = _hops(devices)
-        return Way(pairs, others)
-
-    @staticmethod
-    def of_mlp(devices: int, nbytes: int) -> Way:
-        """The other way round: a device tells one of each pair, then pairs tell each other. Here the last step has
-        little time."""
-        pairs, others = Way.of_attention(devices, nbytes)
-        return Way(others, pairs) if others else Way(pairs, others)
+    def of(devices: int, nbytes: int) -> Way:
+        """Pairs of devices tell each other theirs, then each tells the others what its pair has. nbytes: of the sums of
+        a lane, [T, D]."""
+        return Way((), ()) if nbytes > MOST_BYTES else Way(*_hops(devices))
 
 
 def _hops(devices: int) -> tuple[Steps, Steps]:
@@ -166,20 +156,19 @@ class LaneBlock(Block):
         self, residual: Residual, ctx: StepContext, cache: LayerCache, *, layer=None, token_inputs=None
     ) -> Output:
         x, shards, late = residual.x, ctx.shards, residual.late
-        place = shards.size(axes.LANES), x[:, 0].nbytes
-        of_attention, of_mlp = Way.of_attention(*place), Way.of_mlp(*place)
+        way = Way.of(shards.size(axes.LANES), x[:, 0].nbytes)
         now = late[0] if self.exchange.adds == "late" else None
         with jax.named_scope("attention"):
             heads, cache = self.attended(x, ctx, cache)
-            arriving = now and now.attention.after(of_attention.rest, shards).others
-            heads, arriving = in_time(shards, heads, arriving)
+            arriving = now and now.attention.after(way.rest, shards).others
+            heads, arriving, of_mlp = in_time(shards, heads, arriving, now and now.mlp)
             sums = self.joined(heads, x.shape[1], ctx)
-            x, sent = self.added(x, sums, arriving, shards), self.begun(sums, of_attention, shards)
+            x, sent = self.added(x, sums, arriving, shards), self.begun(sums, way, shards)
         with jax.named_scope("mlp"):
-            arriving = now and now.mlp.after(of_mlp.rest, shards).others
+            arriving = of_mlp and of_mlp.after(way.rest, shards).others
             sums = self.narrowed(self.widened(x, ctx), x.shape[1], ctx)
             sums, sent = in_time(shards, sums, sent)
-            x, also = self.added(x, sums, arriving, shards), self.begun(sums, of_mlp, shards)
+            x, also = self.added(x, sums, arriving, shards), self.begun(sums, way, shards)
         if late:
             late = (*late[1:], LateSums(sent, also) if sent and also else LateSums.none(sums))
         return replace(residual, x=x, late=late), cache, None

@@ -41,8 +41,8 @@ def estimate(
     _head(ledger, model, key.chunks + key.decoded)
     for rows, count in ((key.rows, 1 + key.drafts), (key.chunks, 1)):
         if rows:
-            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.float32, count)
-            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.int32, count)
+            pairs = shards.size(axes.VOCAB), 2, rows
+            ledger.add(Collective("all-gather", "best token", "", _nbytes(pairs, np.int32), count), (axes.VOCAB,))
     if key.steps > 1:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     return ledger.collectives()
@@ -179,7 +179,7 @@ def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, tokens: int) -> 
 def _lanes(ledger: _Ledger, exchange: LaneExchange, shape: tuple[int, int], dtype) -> None:
     """The sums [T, D] that the lanes of a layer add at once, or send to later layers."""
     nbytes = _nbytes(shape, dtype)
-    way = Way.of_attention(ledger.shards.size(axes.LANES), nbytes)
+    way = Way.of(ledger.shards.size(axes.LANES), nbytes)
     if exchange.adds == "now" or (exchange.sends and not way.first):
         ledger.reduce("attention", (axes.LANES,), shape, dtype)
         ledger.reduce("feed-forward", (axes.LANES,), shape, dtype)

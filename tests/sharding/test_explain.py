@@ -98,7 +98,7 @@ def test_sampling_gathers_no_logits(programs_of):
         (step,) = explain(programs.model, programs.plan, programs.config, [key]).steps
         sent = {c.nbytes for c in step.collectives if c.purpose not in ("log-sum-exps", "parts of attention")}
         most_likely = shares * min(20, -(-131 // shares))
-        assert sent == {4 * ROWS * 96, 4 * ROWS, 4 * ROWS * most_likely}
+        assert sent == {4 * ROWS * 96, 4 * ROWS, 4 * ROWS * most_likely, 8 * ROWS * shares}
 
 
 def test_every_preset_sums_attention_and_feed_forward_alike():
