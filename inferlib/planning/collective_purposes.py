@@ -28,6 +28,7 @@ PURPOSES = {
     "exchange all_gather": "tokens to experts",
     "exchange reduce_scatter": "experts to tokens",
     "exchange all_to_all": "tokens to experts and back",
+    "exchange._returned all_to_all": "experts to tokens",
     "exchange ragged_all_to_all": "tokens to experts and back",
     "exchange pmax": "how many rounds",
     "exit_rules.Divergence": "next-token distributions",

@@ -17,7 +17,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LaneExchange, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.exit_rules import blocks_of
 from inferlib.models.lanes import Way
-from inferlib.models.layers.exchange import exchange_of, pairs_room
+from inferlib.models.layers.exchange import exchange_of, pairs_room, returns_parts
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
@@ -254,6 +254,8 @@ def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int)
             ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
     rows, routes = _nbytes((sent, width), dtype), _nbytes((sent, 2 * spec.router.chosen), np.float32)
     if how is None:
+        if returns_parts(tokens, width, ledger.backend):
+            back = "all-to-all"
         ledger.add(Collective(there, "tokens to experts", "", rows + routes), (axes.EXPERTS,))
     else:
         ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))

@@ -1,9 +1,10 @@
 """How tokens reach experts on other devices, and how the outputs come back.
 
 If there are few tokens, every device gathers all of them and sums the outputs of its experts, and a reduce-scatter
-returns the sums. More tokens are exchanged by all-to-all: a token goes, with all its routes, once to each device that
-has an expert it chose, and one sum returns from each. That takes two more collectives and moves fewer bytes, which on a
-torus cross more links. The way that takes less time is chosen when a program is built.
+returns the sums, or an all-to-all what each device adds to them. More tokens are exchanged by all-to-all: a token goes,
+with all its routes, once to each device that has an expert it chose, and one sum returns from each. That takes two more
+collectives and moves fewer bytes, which on a torus cross more links. The way that takes less time is chosen when a
+program is built.
 
 All tokens may choose experts of one device, but it has no room for all at once. There is room for 1.5 times the rows of
 balanced routing; the others go in further rounds. Nothing is dropped.
@@ -33,6 +34,9 @@ _WAIT_BYTES = 4 << 20
 # On a torus of n devices, a byte of an all-to-all takes some 0.8 times the root of n as long as one of a gather: it
 # crosses the links of devices in between. By the cost model, for 2 to 64 devices of a slice.
 _FURTHER = 0.8
+# Compilers for a torus make an all-reduce, which passes twice the hops, of a reduce-scatter whose parts are small and
+# not whole tiles of so many rows and numbers.
+_TILE = 8, 128
 _SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
 _LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum over this device's experts
@@ -73,6 +77,13 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
     return exchange if sent < all_rows * bytes_per_row else None
 
 
+def returns_parts(tokens: int, width: int, backend: Backend) -> bool:
+    """Whether gathered tokens come back by an all-to-all of what each device adds to the sums [tokens, width] of every
+    other, not by a reduce-scatter: of few tokens that passes fewer hops, and its bytes, which go further, are few."""
+    rows, lanes = _TILE
+    return backend.on_torus and (tokens < rows or (tokens == rows and width % lanes > 0))
+
+
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:
     """How many pairs of a token and one of its `chosen` experts a device takes in a round. It receives `received`
     tokens from devices that have `tokens` each; on average, as many choices fall on its experts as its own tokens make.
@@ -98,6 +109,7 @@ def through_experts(
     exchange: Exchange | None,
     compute: Compute,
     shards: Shards,
+    backend: Backend,
 ) -> jax.Array:
     """The outputs of the experts, on all devices, for this device's tokens: x [T, D], slots and weights [T, k] -> [T,
     D].
@@ -108,7 +120,7 @@ def through_experts(
         return compute(x, slots, weights)
     routes = jnp.concatenate([slots.astype(jnp.float32), weights], axis=1)  # numbers of slots are exact in float32
     if exchange is None:
-        return shards.scatter(_computed(compute, *_gathered(x, routes, shards)), axes.EXPERTS)
+        return _returned(_computed(compute, *_gathered(x, routes, shards)), shards, backend)
     trip = _Trip.of(slots, count, shards.size(axes.EXPERTS))
     return (_ragged if exchange.ragged else _padded)(x, routes, trip, exchange, compute, shards)
 
@@ -119,6 +131,15 @@ def _gathered(x: jax.Array, routes: jax.Array, shards: Shards) -> tuple[jax.Arra
     sent = jnp.concatenate([x.view(bits), routes.view(bits)], axis=1)
     all_x, all_routes = jnp.split(shards.gather(sent, axes.EXPERTS, dim=0), [x.shape[1]], axis=1)
     return all_x.view(x.dtype), all_routes.view(routes.dtype)
+
+
+def _returned(sums: jax.Array, shards: Shards, backend: Backend) -> jax.Array:
+    """Partial sums [n T, D] on each of n devices -> [T, D], the sums of this device's tokens. Parts are added in the
+    order of devices, whatever the batch."""
+    parts = sums.reshape(shards.size(axes.EXPERTS), -1, sums.shape[1])
+    if not returns_parts(*parts.shape[1:], backend):
+        return shards.scatter(sums, axes.EXPERTS)
+    return jnp.sum(shards.all_to_all(parts, axes.EXPERTS), axis=0, dtype=jnp.float32).astype(sums.dtype)
 
 
 class _Trip(NamedTuple):

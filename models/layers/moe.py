@@ -120,7 +120,7 @@ class Moe(nnx.Module):
         count = self.experts.count // devices
         turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
         slots = self.placement(jnp.where(identity, -1, experts) if self.spec.identity else experts, turns)
-        out = through_experts(x, slots, weights, count, exchange, compute, shards)
+        out = through_experts(x, slots, weights, count, exchange, compute, shards, ctx.backend)
         if not self.spec.identity:
             return out
         share = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)

@@ -13,7 +13,7 @@ from inferlib.aot.compile import CompileError
 from inferlib.aot.verify import candidates
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import described_quantization
-from inferlib.config import EngineConfig
+from inferlib.config import DeviceKind, EngineConfig
 from inferlib.configs import load, measurements, plan_names
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, RopeSpec
@@ -200,7 +200,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     batch = rows * it.replicas
     model = abstract_model(it.config, "bfloat16", scan=True, shards=shards)
     plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16", platform="tpu")
-    engine = EngineConfig.make("tpu", batch, max_len, shards=shards)
+    engine = EngineConfig.make(DeviceKind("tpu", generation="v5e"), batch, max_len, shards=shards)
     told = explain(model, plan, engine, [ProgramKey("greedy", rows, max_len, steps=8)])
     memory = it.memory(batch, max_len, 512)
     assert memory.weights == sum(p.nbytes for p in told.weights)

@@ -14,7 +14,7 @@ from inferlib.buckets import Buckets
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.layers import exchange, moe
-from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room
+from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room, returns_parts
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import segment_sum
@@ -98,6 +98,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         pytest.param("seven, scaled inputs", "dp=2,ep=4", "padded", marks=pytest.mark.release),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
         ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
+        ("shared, scaled sigmoid", "ep=8", "gathered on a torus"),
     ],
 )
 def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
@@ -107,16 +108,18 @@ def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
     tokens = TOKENS // (parallelism.expert * parallelism.data)
-    monkeypatch.setattr(exchange, "_WAIT_BYTES", 1 << 30 if form == "gathered" else 0)
-    backend = Backend(exchange="ragged" if form == "ragged" else "padded")
+    monkeypatch.setattr(exchange, "_WAIT_BYTES", 1 << 30 if "gathered" in form else 0)
+    generation = "v6e" if "torus" in form else None
+    backend = Backend(exchange="ragged" if form == "ragged" else "padded", generation=generation)
     how, received = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, backend), tokens * parallelism.expert
-    if form == "gathered":
+    if "gathered" in form:
         assert how is None
+        assert returns_parts(tokens, DIM, backend) == ("torus" in form)
     else:
         assert how.room < (received if how.ragged else tokens)
         received = how.room * (1 if how.ragged else parallelism.expert)
     chosen = spec.router.chosen
-    assert form != "gathered" or pairs_room(chosen, tokens, received, backend) < received * chosen
+    assert "gathered" not in form or pairs_room(chosen, tokens, received, backend) < received * chosen
     weights = {
         ".".join(path): rng.normal(size=p.shape).astype(np.float32) * 0.5
         for path, p in nnx.to_flat_state(build(spec, Shards())[1])
@@ -175,6 +178,33 @@ def test_tokens_and_routes_are_gathered_bit_by_bit(dtype):
     all_tokens, all_routes = jax.jit(gathered)(tokens, routes)
     np.testing.assert_array_equal(np.asarray(all_tokens).view(np.uint8), bits)
     np.testing.assert_array_equal(all_routes, routes)
+
+
+def test_parts_that_return_are_summed_as_by_a_reduce_scatter():
+    """In the order of devices, in float32, bit by bit."""
+    shards, torus = make_shards(Parallelism(expert=8)), Backend(generation="v6e")
+    parts = np.random.default_rng(0).normal(size=(8, 8 * 3, DIM)).astype(np.float32)
+    everyone = shards.rules.spec((axes.ROWS, None))
+
+    def sums(parts: np.ndarray, backend: Backend) -> np.ndarray:
+        run = lambda x: exchange._returned(x, shards, backend)  # noqa: E731
+        run = jax.shard_map(run, mesh=shards.mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
+        return np.asarray(jax.jit(run)(parts.reshape(-1, DIM)))
+
+    np.testing.assert_allclose(sums(parts, torus), sums(parts, Backend()), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(sums(parts, torus), sum(parts))
+    halves = parts.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(sums(halves, torus), sum(halves.astype(np.float32)).astype(jnp.bfloat16))
+
+
+def test_how_sums_return():
+    """On a torus by parts, where a reduce-scatter would be an all-reduce."""
+    torus = Backend(generation="v6e")
+    assert returns_parts(4, 4096, torus)
+    assert returns_parts(8, 2880, torus)
+    assert not returns_parts(8, 4096, torus)
+    assert not returns_parts(16, 2880, torus)
+    assert not returns_parts(4, 4096, Backend())
 
 
 def test_what_is_chosen(monkeypatch):
