@@ -3,7 +3,7 @@
 python benchmarks/kernels.py [--kernels decode_attention] [--targets "v5e-1;v6e-1"] [--cases "A;F"] [--json]
 
 The floor is the longest of three times at published rates: to read and write what the kernel must, to compute it, and
-to send it to neighbours in a ring. R is the larger of the kernel's cycles (bundles executed, see
+to send it to neighbours in a ring. R is the larger of the kernel's cycles (bundles that its slower core executes, see
 `inferlib.inspection.bundles`) and its bytes, as a multiple of the floor. r adds the waits for copies, which arrive half
 a microsecond (from a neighbour: a hop's latency) after their bytes could have. All are estimates, except for the time
 to compile a kernel: seconds of this machine's CPU, without the time for listings.

@@ -15,6 +15,7 @@ GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 VMEM_BYTES = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "v7x": 64 << 20}  # of a core
 # The part of `VMEM_BYTES` that XLA sets aside for the operation that runs.
 SCRATCH_BYTES = {"v4": 16 << 20, "v5e": 16 << 20, "v5p": 16 << 20, "v6e": 32 << 20, "v7x": 32 << 20}
+CORES = {"v4": 2, "v5p": 2}  # generations whose devices have several cores
 FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
 # Types that matrix units multiply faster than bfloat16. bfloat16 holds their numbers exactly.
 _EIGHT_BITS = {"v5e": "int8", "v5p": "int8", "v6e": "int8", "v7x": "float8_e4m3fn"}
@@ -58,6 +59,11 @@ def vmem_limit(need: int) -> int:
     with less than 64 MiB it is all there is, because the compiler adds no less there."""
     have = _vmem_bytes()
     return need if have == _USUAL_VMEM_BYTES else max(need, have)
+
+
+def cores() -> int:
+    """The cores of a device. A kernel runs on the first of them, but for parallel dimensions of its grid."""
+    return CORES.get(generation() or "", 1)
 
 
 def on_chip_bytes() -> int:

@@ -4,8 +4,9 @@ The TPU compiler schedules statically, one bundle of instructions a cycle, and c
 `dump_flags`). Scalar, branch and copy instructions of a listing are executed exactly, on the scalars that decide its
 path (lengths, page tables). Vector instructions are skipped: they take a cycle and decide nothing. Copies to and from
 HBM run one after another at the memory's bandwidth and arrive a latency later; a wait for one stalls. Devices of a ring
-do the same at the same time: a device receives from one neighbour what it sends to the other. Bank conflicts, the
-inefficiency of small copies and a second core are not modelled, so times are estimates.
+do the same at the same time: a device receives from one neighbour what it sends to the other. The cores of a device
+share the memory's bandwidth. Bank conflicts, the inefficiency of small copies and waits of cores for each other are not
+modelled, so times are estimates.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +56,10 @@ def find_listing(folder: Path, kernel: str) -> Path:
 class Execution:
     """The costs of executing a listing.
 
-    cycles: number of bundles executed. elapsed: cycles including stalls for copies. hbm_bytes: bytes that the kernel
-    copies to and from HBM. copies: number of those copies. sent: bytes copied to other devices. unmet: number of waits
-    for copies that never started. unknown: skipped instructions by name. Do not trust the figures unless both are
-    empty.
+    cycles: number of bundles executed. elapsed: cycles including stalls for copies. Of two cores, both are those of the
+    slower one, and the others are sums. hbm_bytes: bytes that the kernel copies to and from HBM. copies: number of
+    those copies. sent: bytes copied to other devices. unmet: number of waits for copies that never started. unknown:
+    skipped instructions by name. Do not trust the figures unless both are empty.
     """
 
     cycles: int
@@ -68,6 +69,13 @@ class Execution:
     sent: int
     unmet: int
     unknown: Mapping[str, int]
+
+    @staticmethod
+    def together(cores: Sequence[Execution]) -> Execution:
+        """The costs of cores that run at the same time."""
+        slowest = [max(run.cycles for run in cores), max(run.elapsed for run in cores)]
+        sums = [sum(getattr(run, name) for run in cores) for name in ("hbm_bytes", "copies", "sent", "unmet")]
+        return Execution(*slowest, *sums, dict(sum((Counter(run.unknown) for run in cores), Counter())))
 
 
 class Listing:
@@ -79,11 +87,15 @@ class Listing:
         self._branches: list[tuple[int, int]] = []
         self._ends: list[bool] = []
         spaces = dict(re.findall(r"%(\w+) = (?:int_to_ptr|scalar_lea)\.(vmem|hbm|smem)", text))
+        met = re.findall(r"%(\w+) = vpop\.ccrf", text)  # what the other core sends to a barrier, and nothing reads
+        pops = {f"spop %{name}" for name, sent in re.findall(r"%(\w+) = vpush %(\w+)", text) if sent in met}
         for body in _bundles_of(text):
             instructions = [_directed(_without_comments(part), spaces) for part in re.split(r" ;; ", body)]
-            self._bundles.append([i for i in instructions if i and not _is_vector(i)])
+            scalar = [i for i in instructions if i and not _is_vector(i) and i.partition(" = ")[2] not in pops]
+            self._bundles.append(scalar)
             self._ends.append("End region" in body)
         self._delay = delay or self._delay_slots()
+        self._knows_core = any(" sld.core " in i for bundle in self._bundles for i in bundle)
 
     @property
     def size(self) -> int:
@@ -99,15 +111,26 @@ class Listing:
         link: tuple[float, float] | None = None,
         zeros: bool = False,
         most: int | None = None,
+        cores: int = 1,
     ) -> Execution:
         """Execute the listing.
 
         scalars: the kernel's scalar operands, by index. zeros: those that are not named are zeros, as suits operations
         whose path no scalar decides. most: cycles after which a RuntimeError is raised. bandwidth: of HBM, in bytes per
         cycle. latency: of a copy, in cycles. link: bandwidth and latency of a copy to a neighbour; every instruction
-        that sends has its own link.
+        that sends has its own link. cores: of the device. Those that the listing tells apart run it at the same time,
+        and each gets the share of the bandwidth that it has of the bytes.
         """
-        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link, zeros).run(most)
+
+        def on(core: int, share: float) -> Execution:
+            machine = _Machine(self._bundles, self._delay, scalars, share * bandwidth, latency, link, zeros, core)
+            return machine.run(most)
+
+        runs = [on(core, 1.0) for core in range(cores if self._knows_core else 1)]
+        if sum(run.hbm_bytes > 0 for run in runs) > 1:
+            total = sum(run.hbm_bytes for run in runs)
+            runs = [on(core, run.hbm_bytes / total) for core, run in enumerate(runs)]
+        return Execution.together(runs)
 
     def _delay_slots(self) -> int:
         """The number of bundles still executed after a taken branch. A loop's region ends with the last of them, behind
@@ -134,9 +157,11 @@ def _bundles_of(text: str) -> Iterator[str]:
 
 
 def _without_comments(instruction: str) -> str:
-    """The instruction without comments, except the kind of a division and the direction of a copy."""
+    """The instruction without comments, except the kind of a division, the direction of a copy, and that the core's
+    number is loaded."""
     instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
     instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
+    instruction = re.sub(r"= sld (.*?/\* core id \*/)", r"= sld.core \1", instruction)
     return re.sub(r"\}\s*$", "", re.sub(r"/\*.*?\*/", "", instruction, flags=re.S)).strip()
 
 
@@ -206,8 +231,8 @@ class _Machine:
     """One execution. Registers have their names in the listing, each written once in an iteration. `_physical` has the
     current value of the register of a name's suffix, which a phi reads."""
 
-    def __init__(self, bundles, delay, scalars, bandwidth, latency, link, zeros):
-        self._bundles, self._delay, self._zeros = bundles, delay, zeros
+    def __init__(self, bundles, delay, scalars, bandwidth, latency, link, zeros, core):
+        self._bundles, self._delay, self._zeros, self._core = bundles, delay, zeros, core
         self._scalars = {index: np.asarray(value).astype(np.int64) & _MASK for index, value in scalars.items()}
         self._bandwidth, self._latency, self._link = bandwidth, latency, link
         self._registers: dict[str, int] = {}
@@ -302,6 +327,8 @@ class _Machine:
         if base == "sst":
             place, value = self._value(arguments[0]), self._value(arguments[1])
             return lambda: self._memory.__setitem__(place(), value())
+        if op == "sld.core":
+            return self._set(name, lambda: self._core)
         if base == "sld":
             place = self._value(arguments[0])
             return self._set(name, lambda: self._memory.get(place(), 0))

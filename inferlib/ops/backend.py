@@ -54,7 +54,7 @@ class Backend:
     def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.
 
-        cores: cores of a device. v4 and v5p have two: XLA multiplies on both, a kernel on one. generation: the TPU's,
+        cores: of a device. v4 and v5p have two: XLA multiplies on both, most kernels on one. generation: the TPU's,
         such as "v7x"."""
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki")

@@ -132,6 +132,31 @@ def test_a_mask_of_sublanes():
     assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 3 + 7 + 15) * 32, {})
 
 
+def test_cores_share_the_memory():
+    """The first core makes 5 copies, and the second, if there is one, 6."""
+    number = "%s4_s2 = sld [smem:[#allocation1]]  ;;  %s20_s7 = sld [smem:[#allocation0]] /* core id */"
+    text = LISTING.replace("%s4_s2 = sld [smem:[#allocation1]]", number)
+    text = text.replace("%s7_s3, %s4_s2", "%s7_s3, %s21_s8").replace(
+        " ;;  %9 =", " ;; %s21_s8 = sadd.s32 %s4_s2, %s20_s7 ;; %9 ="
+    )
+    kind = dict(bandwidth=1024.0, latency=100.0)
+    one, both = (Listing(text).run({0: np.array([5])}, cores=cores, **kind) for cores in (1, 2))
+    assert (one.copies, one.cycles) == (5, 5 + 5 * 8 + 1)
+    assert (both.copies, both.hbm_bytes, both.cycles) == (11, 11 * 65536, 5 + 6 * 8 + 1)
+    apart = [Listing(LISTING).run({0: np.array([n])}, bandwidth=1024.0 * n / 11, latency=100.0) for n in (5, 6)]
+    assert both.elapsed == max(run.elapsed for run in apart) > one.elapsed
+    alone = Listing(LISTING).run({0: np.array([5])}, cores=2, **kind)
+    assert alone == Listing(LISTING).run({0: np.array([5])}, **kind)
+
+
+def test_a_barrier_of_cores_decides_nothing():
+    met = "%20 = vpush.ccrf %v1_v0 ;; %v21_v1 = vpop.ccrf ;; %22 = vpush %v21_v1 ;; %s23_s9 = spop %22 ;; %s4_s2 = sld"
+    run = Listing(LISTING.replace("%s4_s2 = sld", met)).run({0: np.array([5])}, bandwidth=1024.0, latency=100.0)
+    assert (run.copies, run.unknown) == (5, {})
+    other = LISTING.replace("%s4_s2 = sld", met.replace("vpop.ccrf", "vld [vmem:[#allocation1]]"))
+    assert Listing(other).run({0: np.array([5])}, bandwidth=1024.0, latency=100.0).unknown == {"spop": 1}
+
+
 # R at most on one core of v5e, v6e and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that case
 # where that is less. Every kernel is compiled for two generations at least, in a case or two of each; the benchmark has
 # all cases of all four generations. Other compilers than the one of which that was found may schedule less well.
