@@ -2,6 +2,7 @@
 
 All tokens go through every expert that any of them chose, and each expert's weights are read once, one after the other.
 Reading takes longer than multiplying by so few tokens, and nothing has to be sorted, gathered or brought back.
+Where a device has two cores, each takes every second piece of the experts and makes a sum of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
-from inferlib.pallas_kernels.generations_tpu import by_vmem, vmem_limit
+from inferlib.pallas_kernels.generations_tpu import by_vmem, cores, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
@@ -129,7 +130,7 @@ def expert_mlp(
     with the reason of `unsupported`.
     """
     _check(x, weights, blocks)
-    gate_up, down = weights.gate_up, weights.down
+    gate_up, down, dtype, shares = weights.gate_up, weights.down, x.dtype, cores()
     blocks = blocks or default_blocks(x, gate_up, down)
     (tokens, dim), chosen = x.shape, jnp.any(factors != 0, axis=0)
     inputs = _operands(x, factors, weights, interpret)
@@ -137,17 +138,17 @@ def expert_mlp(
     whole, in_place = lambda a: pl.BlockSpec(a.shape, lambda *_: (0, 0)), pl.BlockSpec(memory_space=pl.ANY)
     specs = jax.tree.map(whole, inputs._replace(weights=()))._replace(weights=((in_place,) * count,) * 2)
     out = pl.pallas_call(
-        functools.partial(_kernel, weights=streams, activation=activation, scale_input=scale_input),
+        functools.partial(_kernel, weights=streams, activation=activation, scale_input=scale_input, shares=shares),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(1,),
+            grid=(shares,),
             in_specs=(specs,),
-            out_specs=pl.BlockSpec((x.shape[0], dim), lambda *_: (0, 0)),
-            scratch_shapes=[_scratch(x, dim, streams, count, blocks.buffers)],
+            out_specs=pl.BlockSpec((x.shape[0], dim), lambda core, *_: (core, 0)),
+            scratch_shapes=[_scratch(x, dim, streams, count, blocks.buffers, shares)],
         ),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], dim), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((shares * x.shape[0], dim), dtype if shares == 1 else jnp.float32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("arbitrary" if shares == 1 else "parallel",),
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit(blocks.vmem_bytes(x, gate_up, down)),
         ),
@@ -155,6 +156,8 @@ def expert_mlp(
         interpret=interpret,
         name="expert_mlp",
     )(jnp.asarray(weights.layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), inputs)
+    if shares > 1:
+        out = jnp.sum(out.reshape(shares, -1, dim), axis=0).astype(dtype)
     return out[:tokens]
 
 
@@ -181,9 +184,10 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """sum [T, D]. in_buffer: the expert (E: none) and the piece of its width in each buffer. state: the expert and the
-    piece to copy next. inner [T, C]: the activations that down multiplies. rooms, unpacked: the buffers of each
-    weight's `ExpertBlocks`. ordered: x in the order of the weight's bytes, for MXFP4."""
+    """sum [T, D], of one core; several add up in their results. in_buffer: the expert (E: none) and the piece of its
+    width in each buffer. state: the expert and the piece to copy next. inner [T, C]: the activations that down
+    multiplies. rooms, unpacked: the buffers of each weight's `ExpertBlocks`. ordered: x in the order of the weight's
+    bytes, for MXFP4."""
 
     sum: Any
     in_buffer: Any
@@ -207,10 +211,12 @@ def _operands(x: jax.Array, factors: jax.Array, weights: Experts, interpret: boo
     return _Inputs(x, factors, rows[0], rows[1], rows[2], stored)
 
 
-def _scratch(x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int) -> _Scratch:
+def _scratch(
+    x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int, shares: int
+) -> _Scratch:
     """The kernel's scratch for padded x, results of width `dim`, and `count` arrays of each weight."""
     return _Scratch(
-        pltpu.VMEM((x.shape[0], dim), jnp.float32),
+        pltpu.VMEM((x.shape[0], dim), jnp.float32) if shares == 1 else None,
         pltpu.SMEM((buffers, 2), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
         (pltpu.SemaphoreType.DMA((count, buffers)),) * 2,
@@ -232,10 +238,16 @@ def _cost(x: jax.Array, dim: int, gate_up: Stored, down: Stored, read: float) ->
     )
 
 
-def _kernel(layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, weights, activation, scale_input):
-    """Send all tokens through all chosen experts -> out [T, D]. Scalars: layer [1], chosen [E]."""
+def _kernel(
+    layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, weights, activation, scale_input, shares
+):
+    """Send all tokens through all chosen experts -> out [T, D], or through one of `shares` equal parts of their pieces.
+    Scalars: layer [1], chosen [E]."""
     x_ref, factors_ref, hbm = inputs.x, inputs.factors, inputs.weights
     sum_ref, in_buffer, state, sems, inner_ref, rooms, unpacked, _ = scratch
+    core = 0 if shares == 1 else pl.program_id(0)
+    if shares > 1:
+        sum_ref = out_ref
     xs_ref = scratch.ordered if weights[0].ordered else x_ref
     (experts,), (buffers, _, _, columns) = chosen_ref.shape, rooms[0][0].shape
     pieces = hbm[0][0].shape[-1] // columns
@@ -249,6 +261,15 @@ def _kernel(layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, 
         for n in range(2):
             yield from weights[n].copies(hbm[n], rooms[n], sems[n], layer_ref[0], expert, piece, buf)
 
+    def place(expert, piece, most):
+        """The expert and its own number of a piece that is counted from `expert` on, which is `most` experts ahead at
+        most."""
+        for _ in range(most):
+            ends = piece >= pieces
+            expert = first_nonzero(chosen_ref, expert + ends.astype(jnp.int32), experts)
+            piece = jnp.where(ends, piece - pieces if shares > 1 else 0, piece)
+        return expert, piece
+
     def start_next(buf):
         expert, piece = state[0], state[1]
         in_buffer[buf, 0], in_buffer[buf, 1] = expert, piece
@@ -257,9 +278,7 @@ def _kernel(layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, 
         def _():
             for copy in copies(expert, piece, buf):
                 copy.start()
-            ends = piece + 1 == pieces
-            state[0] = first_nonzero(chosen_ref, expert + ends.astype(jnp.int32), experts)
-            state[1] = jnp.where(ends, 0, piece + 1)
+            state[0], state[1] = place(expert, piece + shares, (pieces - 1 + shares) // pieces)
 
     def take(expert, piece, buf):
         """Add all tokens' results of one piece of an expert."""
@@ -298,10 +317,11 @@ def _kernel(layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, 
         return buf, in_buffer[buf, 0] < experts
 
     sum_ref[...] = jnp.zeros_like(sum_ref)
-    state[0], state[1] = first_nonzero(chosen_ref, 0, experts), 0
+    state[0], state[1] = place(first_nonzero(chosen_ref, 0, experts), core, (shares - 1) // pieces)
     lax.fori_loop(0, buffers - 1, lambda buf, _: start_next(buf), None)
     lax.while_loop(lambda carry: carry[1], step, (0, in_buffer[0, 0] < experts))
-    out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+    if shares == 1:
+        out_ref[...] = sum_ref[...].astype(out_ref.dtype)
 
 
 def _rounded_up(size: int, multiple: int) -> int:

@@ -257,6 +257,16 @@ def test_the_benchmark_as_a_command(monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_compiler
+def test_both_cores_run_the_experts():
+    """On one of them unpacking takes twice as long as reading."""
+    case = "gpt-oss-20b, 32 tokens, mxfp4"
+    with KernelCompiler(parse_target("v5p:2x2x2")) as compiler:
+        line = benchmark.measured(compiler, "expert_mlp", case)
+    assert line["R"] <= SLACK * 1.08
+
+
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize(
     ("generation", "kernel"),
     [

@@ -17,6 +17,7 @@ from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.packed_experts import dequantized, packed, quantized
@@ -129,6 +130,39 @@ def test_the_trainium_kernel_on_its_stand_in(name):
 def test_in_pieces(name, buffers):
     """Those that are searched for races have two buffers there."""
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("some", "none", "one, by the last"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bias, scaled inputs", "mxfp4", "pieces")),
+        pytest.param("pieces, int8", marks=pytest.mark.release),
+    ],
+)
+@pytest.mark.fast_cases(2)
+def test_two_cores_share_the_experts(name, capsys):
+    """Three experts, none, and one, which leaves the second core nothing; an odd and an even number of pieces."""
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    blocks = Blocks(128 if name in WIDE else CASES[name].hidden)
+    with planning_for("v5p"):
+        (CASES | WIDE)[name].check(partial(directly, blocks=blocks, interpret=params))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+def test_a_device_with_two_cores_adds_their_sums():
+    def partial_sums(generation: str) -> tuple:
+        with planning_for(generation):
+            run = partial(directly, activation=activation, interpret=True)
+            jaxpr = jax.make_jaxpr(run)(x, weights, jnp.ones((2, 4), jnp.float32))
+        (call,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "pallas_call")
+        return call.outvars[0].aval.dtype, call.outvars[0].aval.shape, call.params["grid_mapping"].grid
+
+    x, layer = jnp.ones((2, 128), jnp.bfloat16), jnp.int32(0)
+    gate_up, down = jnp.ones((1, 4, 2, 128, 128), jnp.bfloat16), jnp.ones((1, 4, 128, 128), jnp.bfloat16)
+    weights = ExpertWeights(gate_up, down, None, layer, "silu")
+    assert partial_sums("v5e") == (jnp.bfloat16, (16, 128), (1,))
+    assert partial_sums("v5p") == (jnp.float32, (32, 128), (2,))
 
 
 @pytest.mark.slow
