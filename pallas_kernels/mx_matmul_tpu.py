@@ -1,7 +1,7 @@
 """Products with weights on TPUs: a weight is one stream of blocks from memory, unpacked in registers if it is packed.
 
 An RMS norm of the rows before a product, and the activation that combines gate and up after it, may be part of the
-kernel. Weights are stored as `packed_weights_tpu.Weight`.
+kernel. Weights are stored as `packed_weights_tpu.Weight`. Where a device has two cores, each takes half of the columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.generations_tpu import by_vmem, untaken, vmem_bits, vmem_limit
+from inferlib.pallas_kernels.generations_tpu import by_vmem, cores, untaken, vmem_bits, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import (
     BLOCK,
     DEPTH,
@@ -37,6 +37,7 @@ SCRATCH_BYTES = 14 << 20  # on-chip memory that every call may use
 X_ELEMENTS = 1 << 22  # most elements of x on chip at a time
 MOST_ROWS = 1024  # of a tile: each tile unpacks the weight again
 STEP_BYTES = 768 << 10  # read in about twice the time that a step adds, on v5e, v6e and v7x
+STEP_COLUMNS = 16  # about as many take a core that shares the memory as long as a step adds
 NORMED = 32  # rows that are normed together: sums over lanes take long, and overlap
 RESULTS = 1 << 18  # of a step, if it has more than eight tiles of columns
 
@@ -58,16 +59,26 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
     """The default blocks of x [rows, inputs] times a weight [parts, inputs, columns] of `bits`, `group` to a scale.
 
     About 2 MiB of a matrix are copied at a time. A small weight takes as many steps as balance what each adds, some
-    400 cycles, with what cannot overlap, the first copy and the last step.
+    400 cycles, with what cannot overlap, the first copy and the last step. Cores take equally many steps: their copies
+    share the memory, and take as long as one core's would of the whole weight.
     """
     even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
     most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
     balanced = max(round((parts * inputs * columns * bits / 8 / STEP_BYTES) ** 0.5), 1)
     tallest = max(min(by_vmem(X_ELEMENTS) // inputs, MOST_ROWS) // ROWS * ROWS, ROWS)
     tall = even(rows, pl.cdiv(rows, tallest), ROWS)
-    most = min(most, max(by_vmem(RESULTS) // (tall * LANES), 8), pl.cdiv(columns, balanced * LANES))
-    steps = pl.cdiv(columns, most * LANES)
-    return Blocks(tall, even(columns, steps, LANES))
+    share = pl.cdiv(columns, cores())  # of a core
+    most = min(most, max(by_vmem(RESULTS) // (tall * LANES), 8), pl.cdiv(share, balanced * LANES))
+    steps = pl.cdiv(share, most * LANES)
+    if cores() > 1:
+
+        def longest(steps: int) -> int:
+            """The columns of the core that has most, and as many more as take the time that its steps add."""
+            wide = even(share, steps, LANES)
+            return pl.cdiv(pl.cdiv(columns, wide), cores()) * wide + STEP_COLUMNS * steps
+
+        steps = min(range(steps, 2 * steps + 1), key=longest)
+    return Blocks(tall, even(share, steps, LANES))
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +160,7 @@ def mx_matmul(
     rows = inputs.x.shape[0]
     chosen = blocks_ or _default(rows, weight, norm is not None)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
+    grid = _Grid(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns), 1 if weight.on_chip else cores())
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
     rewrites = norm is not None or weight.ordered
     y = pl.pallas_call(
@@ -159,12 +171,13 @@ def mx_matmul(
             offset=norm and norm.offset,
             activation=activation,
             weight=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight),
+            step=grid.dimension,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns)),
-            in_specs=(_specs(inputs, tile, weight.on_chip),),
-            out_specs=pl.BlockSpec((results.shape[0], tile.rows, tile.columns), lambda t, n, *_: (0, t, n)),
+            grid=grid.shape,
+            in_specs=(_specs(inputs, tile, grid, weight.on_chip),),
+            out_specs=grid.spec((results.shape[0], tile.rows, tile.columns), lambda t, n, _: (0, t, n)),
             scratch_shapes=[
                 _Scratch(
                     pltpu.VMEM((tile.rows, weight.inputs), x.dtype) if rewrites else None,
@@ -174,7 +187,7 @@ def mx_matmul(
         ),
         out_shape=results,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
+            dimension_semantics=grid.semantics,
             vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), SCRATCH_BYTES)),
         ),
         cost_estimate=_cost(inputs, weight, results, tile, activated=activation is not None),
@@ -182,6 +195,45 @@ def mx_matmul(
         name="mx_matmul",
     )(jnp.asarray(layer, jnp.int32).reshape(1), inputs)
     return y[:, :total] if total < rows else y
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The grid of `rows` tiles of rows and `steps` steps of columns, which `cores` cores share."""
+
+    rows: int
+    steps: int
+    cores: int
+
+    @property
+    def _shared(self) -> bool:
+        return self.cores > 1 and self.steps > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The last dimension is the steps, of a core if the first one is the cores."""
+        return (self.cores, self.rows, pl.cdiv(self.steps, self.cores)) if self._shared else (self.rows, self.steps)
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of the steps."""
+        return len(self.shape) - 1
+
+    @property
+    def semantics(self) -> tuple[Literal["parallel", "arbitrary"], ...]:
+        return ("parallel",) * self._shared + ("arbitrary", "arbitrary")
+
+    def spec(self, block: tuple[int | None, ...], place: Callable[..., tuple]) -> pl.BlockSpec:
+        """The block at `place` of the tile of rows, the step among all, and the layer's reference. A core that has run
+        out of steps repeats its last one."""
+
+        def at(*ids):
+            if not self._shared:
+                return place(*ids)
+            core, row, step, layer = ids
+            return place(row, jnp.minimum(core * self.shape[2] + step, self.steps - 1), layer)
+
+        return pl.BlockSpec(block, at)
 
 
 class _Inputs(NamedTuple):
@@ -217,7 +269,7 @@ def _norm_rows(norm: jax.Array) -> int:
     return min(norm.shape[0], ROWS)
 
 
-def _specs(inputs: _Inputs, tile: Blocks, on_chip: bool) -> _Inputs:
+def _specs(inputs: _Inputs, tile: Blocks, grid: _Grid, on_chip: bool) -> _Inputs:
     """Blocks of the inputs. The layer of the weight's arrays [L, P, ., N] is a scalar. on_chip: the kernel takes them
     whole, as they lie."""
 
@@ -225,13 +277,13 @@ def _specs(inputs: _Inputs, tile: Blocks, on_chip: bool) -> _Inputs:
         if on_chip:
             return pl.BlockSpec(memory_space=pltpu.VMEM)
         shape = (None, *array.shape[1:3], tile.columns)
-        return pl.BlockSpec(shape, lambda t, n, layer: (layer[0], 0, 0, n))
+        return grid.spec(shape, lambda t, n, layer: (layer[0], 0, 0, n))
 
     columns, norm = inputs.x.shape[1], None
     if inputs.norm is not None:
         rows = _norm_rows(inputs.norm)
-        norm = pl.BlockSpec((rows, columns), lambda t, n, layer: (lax.div(layer[0], rows), 0))
-    x = pl.BlockSpec((tile.rows, columns), lambda t, n, *_: (t, 0))
+        norm = grid.spec((rows, columns), lambda t, n, layer: (lax.div(layer[0], rows), 0))
+    x = grid.spec((tile.rows, columns), lambda t, n, _: (t, 0))
     return _Inputs(x, norm, *jax.tree.map(of_weight, tuple(inputs[2:])))
 
 
@@ -250,15 +302,15 @@ def _cost(
     )
 
 
-def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, eps, offset, activation, weight):
+def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, eps, offset, activation, weight, step):
     """Multiply one tile of rows of x, whose columns from `width` on are padding, by some columns of the weight.
-    out [P, T, N] has those columns."""
+    out [P, T, N] has those columns. step: the grid's dimension of columns."""
     if weight.on_chip:
-        inputs = _some_columns(inputs, pl.program_id(1), out_ref.shape[2])
+        inputs = _some_columns(inputs, pl.program_id(step), out_ref.shape[2])
     x_ref = inputs.x
     xs_ref = x_ref if scratch.x is None else scratch.x
 
-    @pl.when(pl.program_id(1) == 0)
+    @pl.when(pl.program_id(step) == 0)
     def _():
         source = x_ref
         if inputs.norm is not None:

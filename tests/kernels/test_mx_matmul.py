@@ -146,6 +146,32 @@ def test_copies_are_awaited_and_do_not_race(name, mode):
     check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=params)
 
 
+@pytest.mark.parametrize(
+    ("name", "columns"), [("mxfp4", 300), pytest.param("bfloat16", 500, marks=pytest.mark.slow), ("int8", 100)]
+)
+def test_two_cores_share_the_columns(name, columns, capsys):
+    """Three steps, of which the second core takes one, four, and one, which leaves it nothing; three tiles of rows."""
+    rng = np.random.default_rng(4)
+    tensor, exact = packed(name, numbers(rng, 2, 2, 128, columns))
+    x = jnp.asarray(rng.standard_normal((35, 128)), jnp.bfloat16)
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    with planning_for("v5p"):
+        check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=params)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+def test_cores_have_equally_many_columns():
+    """If not, a step less wide takes less time. The steps of a core are as many as one core has of the whole weight."""
+
+    def steps(columns, bits, generation):
+        with planning_for(generation):
+            return -(-columns // blocks(16, 1, 4096, columns, bits, 4096).columns)
+
+    assert (steps(14336, 16, "v5e"), steps(14336, 16, "v5p")) == (56, 56)
+    assert (steps(16032, 16, "v5e"), steps(16032, 16, "v5p")) == (63, 63)
+    assert (steps(1792, 16, "v5e"), steps(1792, 16, "v5p")) == (7, 14)
+
+
 @pytest.mark.parametrize("pack", [pack_mxfp4, pack_float4])
 def test_every_code_of_mxfp4_with_every_exponent(pack):
     """A row that picks one input at a time reads the weights themselves."""
