@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.attention_values import Expansion, LatentCache, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, wide
 from inferlib.pallas_kernels.generations_tpu import by_vmem, generation, vmem_limit
-from inferlib.pallas_kernels.tile_stream_tpu import STATE, TileStream
+from inferlib.pallas_kernels.tile_stream_tpu import STATE, TileGrid, TileStream
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 # A maximum starts above masked logits, so that their weights are 0 even where all logits are masked.
@@ -174,8 +174,9 @@ def mla_prefill_attention(
         k, v, *arrays = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *arrays))
     q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, _depth(size) - size),)), (2, 0, 1, 3))
     inputs = _Inputs(q, positions.astype(jnp.int32)[:, None], k, v, tuple(arrays))
-    kernel = functools.partial(_kernel, scale=scale * LOG2E, capacity=capacity, fold=fold)
-    out, lse = _call(kernel, scalars, inputs, blocks, need, _cost(inputs, size, capacity, blocks), interpret)
+    grid = TileGrid.of(chunks, heads // blocks.heads, pl.cdiv(width, blocks.queries))
+    kernel = functools.partial(_kernel, scale=scale * LOG2E, capacity=capacity, fold=fold, grid=grid)
+    out, lse = _call(kernel, scalars, inputs, blocks, grid, need, _cost(inputs, size, capacity, blocks), interpret)
     return out.reshape(chunks, width, heads, value), jnp.moveaxis(lse.reshape(chunks, heads, width), 2, 1)
 
 
@@ -217,6 +218,7 @@ def _call(
     scalars: _Scalars,
     inputs: _Inputs,
     blocks: Blocks,
+    grid: TileGrid,
     need: int,
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
@@ -226,21 +228,21 @@ def _call(
     tile, step, groups = blocks.queries, blocks.heads, heads // blocks.heads
     whole = pl.BlockSpec(memory_space=pl.ANY)
     specs = _Inputs(
-        pl.BlockSpec((step, None, tile, depth), lambda p, g, t, _: (g, p, t, 0)),
-        pl.BlockSpec((None, 1, tile), lambda p, g, t, _: (p, 0, t)),
-        pl.BlockSpec((None, step, nope, rank), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
-        pl.BlockSpec((None, step, rank, value), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+        grid.spec((step, None, tile, depth), lambda p, g, t, _: (g, p, t, 0)),
+        grid.spec((None, 1, tile), lambda p, g, t, _: (p, 0, t)),
+        grid.spec((None, step, nope, rank), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+        grid.spec((None, step, rank, value), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
         (whole, whole),
     )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(chunks, groups, pl.cdiv(width, tile)),
+            grid=grid.shape,
             in_specs=(specs,),
             out_specs=[
-                pl.BlockSpec((None, tile, step * value), lambda p, g, t, _: (p, t, g)),
-                pl.BlockSpec((None, None, step, tile), lambda p, g, t, _: (p, g, 0, t)),
+                grid.spec((None, tile, step * value), lambda p, g, t, _: (p, t, g)),
+                grid.spec((None, None, step, tile), lambda p, g, t, _: (p, g, 0, t)),
             ],
             scratch_shapes=[_scratch(inputs, blocks)],
         ),
@@ -250,7 +252,7 @@ def _call(
         ],
         # Checks triple the work of starting a copy; `TileStream` and `lasts` keep them in bounds.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3,
+            dimension_semantics=grid.semantics,
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit(need + by_vmem(8 << 20)),
         ),
@@ -321,7 +323,7 @@ class _Scratch(NamedTuple):
     semaphores: Any
 
 
-def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scratch, *, scale, capacity, fold):
+def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scratch, *, scale, capacity, fold, grid):
     """A tile of queries and some heads, H of them here: out_ref [tile, H * v], lse_ref [H, tile]. Logits are in units
     of log 2: exponentials have base 2."""
     q_ref, positions_ref, up_k, up_v, in_hbm = inputs
@@ -343,6 +345,7 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
         ring=False,
         capacity=capacity,
         unit=LANES * fold,
+        grid=grid,
     )
 
     def dot(x, y, contract=0):

@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div, folded, rem, wide
-from inferlib.pallas_kernels.generations_tpu import untaken
-from inferlib.pallas_kernels.tile_stream_tpu import STATE, SUBLANES, TileStream, scale_rows, visible
+from inferlib.pallas_kernels.generations_tpu import cores, untaken
+from inferlib.pallas_kernels.tile_stream_tpu import STATE, SUBLANES, TileGrid, TileStream, scale_rows, visible
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 # Finite, so that differences are finite. A maximum starts at LOWEST: weights are 0 even where all logits are masked.
@@ -81,7 +81,7 @@ def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
     if width <= LANES:
         queries = width
     else:  # equal tiles instead of full ones and a small rest
-        tiles = pl.cdiv(width, most)
+        tiles = pl.cdiv(pl.cdiv(width, most), cores()) * cores()
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
     chosen = Blocks(queries, 512)
     # Few products wait for one another, so they should be large.
@@ -170,9 +170,11 @@ def prefill_attention(
     if not interpret:  # otherwise XLA would bring a small cache to VMEM
         arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     inputs = _lay_out(q[..., : narrow.shape[-1]], positions, options.sinks, arrays)
-    kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
+    grid = TileGrid.of(q.shape[0], q.shape[2], pl.cdiv(q.shape[1], blocks.queries))
+    kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks, grid)
     scratch = _scratch(inputs, first_value, blocks)
-    out, lse = _call(kernel, scalars, inputs, scratch, blocks, _cost(inputs, scratch, cache, window, blocks), interpret)
+    cost = _cost(inputs, scratch, cache, window, blocks)
+    out, lse = _call(kernel, scalars, inputs, scratch, blocks, grid, cost, interpret)
     out = out.reshape(*q.shape[:-1], -1)
     return jnp.pad(out, ((0, 0),) * 4 + ((first_value, 0),)), jnp.moveaxis(lse, 3, 1)
 
@@ -217,7 +219,9 @@ def _lay_out(q: jax.Array, positions: jax.Array, sinks: jax.Array | None, arrays
     return inputs._replace(sinks=jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, shape))
 
 
-def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, blocks: Blocks) -> Callable[..., None]:
+def _kernel_of(
+    cache: KvCache, options: AttentionOptions, most_listed: int, blocks: Blocks, grid: TileGrid
+) -> Callable[..., None]:
     slots, softcap = cache.k.shape[-2], options.softcap
     unit = slots if cache.pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
     return functools.partial(
@@ -233,6 +237,7 @@ def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, bloc
         unit=math.gcd(unit, blocks.of_list) if most_listed else unit,
         listed_keys=blocks.of_list,
         edge=blocks.edge,
+        grid=grid,
     )
 
 
@@ -257,26 +262,27 @@ def _call(
     inputs: _Inputs,
     scratch: _Scratch,
     blocks: Blocks,
+    grid: TileGrid,
     cost: pl.CostEstimate,
     interpret: bool | pltpu.InterpretParams,
 ) -> Sequence[jax.Array]:
     (heads, group, chunks, width, size), values = inputs.q.shape, scratch.acc.shape[-1]
     tile = blocks.queries
     specs = _Inputs(
-        pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, _: (k, 0, p, t, 0)),
-        pl.BlockSpec((None, 1, tile), lambda p, k, t, _: (p, 0, t)),
-        None if inputs.sinks is None else pl.BlockSpec((None, group, LANES), lambda p, k, t, _: (k, 0, 0)),
+        grid.spec((None, group, None, tile, size), lambda p, k, t, _: (k, 0, p, t, 0)),
+        grid.spec((None, 1, tile), lambda p, k, t, _: (p, 0, t)),
+        None if inputs.sinks is None else grid.spec((None, group, LANES), lambda p, k, t, _: (k, 0, 0)),
         (pl.BlockSpec(memory_space=pl.ANY),) * len(inputs.cache),
     )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(chunks, heads, pl.cdiv(width, tile)),
+            grid=grid.shape,
             in_specs=(specs,),
             out_specs=[
-                pl.BlockSpec((None, tile, group * values), lambda p, k, t, _: (p, t, k)),
-                pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t)),
+                grid.spec((None, tile, group * values), lambda p, k, t, _: (p, t, k)),
+                grid.spec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t)),
             ],
             scratch_shapes=[scratch],
         ),
@@ -285,7 +291,7 @@ def _call(
             jax.ShapeDtypeStruct((chunks, heads, group, width), jnp.float32),
         ],
         # Checks triple the work of starting a copy; `TileStream` and `lasts` keep them in bounds.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=grid.semantics, disable_bounds_checks=True),
         cost_estimate=cost,
         interpret=interpret,
         name="prefill_attention",
@@ -373,6 +379,7 @@ def _kernel(
     unit,
     listed_keys,
     edge,
+    grid,
 ):
     """One tile of queries and one KV head: out_ref [tile, G * h], lse_ref [G, tile]. Logits are in units of log 2, as
     exponentials are taken with base 2."""
@@ -385,7 +392,7 @@ def _kernel(
     part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    how = parts, window, ring, capacity, unit, listed_keys
+    how = parts, window, ring, capacity, unit, grid, listed_keys
     stream = TileStream(*scalars, most_listed, in_hbm, in_vmem, state, semaphores, *how)
 
     def heads_of(product):

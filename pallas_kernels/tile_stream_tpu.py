@@ -3,9 +3,10 @@ use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.generations_tpu import cores
 
 SUBLANES = 8
 STATE = 3  # the scalars of `TileStream.state`
 
-Place = tuple[jax.Array, jax.Array, jax.Array]  # a tile: its chunk, head and number
+Place = tuple[Any, Any, Any]  # a tile: its chunk, head and number
 
 
 def visible(visits: jax.Array, first: jax.Array, last: jax.Array, window: int | None, keys: int) -> list[jax.Array]:
@@ -38,6 +40,64 @@ def scale_rows(heads: int) -> int:
     return heads if heads % SUBLANES else SUBLANES
 
 
+@dataclass(frozen=True)
+class TileGrid:
+    """The grid of a kernel that has a step for every chunk, KV head and tile of queries: `chunks`, `heads` and `tiles`
+    of them.
+
+    The cores of a device share the heads of a chunk, `by_head` of them, or if these do not divide the tiles, `by_tile`.
+    Then a first dimension is the cores, and the others are what each has to do.
+    """
+
+    chunks: int
+    heads: int
+    tiles: int
+    by_head: int = 1
+    by_tile: int = 1
+
+    @staticmethod
+    def of(chunks: int, heads: int, tiles: int) -> TileGrid:
+        """The grid for the cores of a device."""
+        by_head = math.gcd(heads, cores())
+        return TileGrid(chunks, heads, tiles, by_head, math.gcd(tiles, cores() // by_head))
+
+    @property
+    def each(self) -> tuple[int, int, int]:
+        """The chunks, and the heads and tiles of one core."""
+        return self.chunks, self.heads // self.by_head, self.tiles // self.by_tile
+
+    @property
+    def shared(self) -> bool:
+        return self.by_head * self.by_tile > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.by_head * self.by_tile,) * self.shared + self.each
+
+    @property
+    def semantics(self) -> tuple[Literal["parallel", "arbitrary"], ...]:
+        return ("parallel",) * self.shared + ("arbitrary",) * 3
+
+    def place(self, core: Any, chunk: Any, head: Any, tile: Any) -> Place:
+        """The tile of a core's step. Of tiles each core has the first and the last of a group in turn, as those further
+        back see more."""
+        if self.by_head > 1:
+            head = lax.rem(core, self.by_head) * self.each[1] + head
+        if self.by_tile > 1:
+            turn = div(core, self.by_head)
+            tile = tile * self.by_tile + jnp.where(rem(tile, 2) == 0, turn, self.by_tile - 1 - turn)
+        return chunk, head, tile
+
+    def spec(self, block: tuple[int | None, ...], at: Callable[..., tuple]) -> pl.BlockSpec:
+        """The block at(chunk, head, tile, scalars)."""
+
+        def index(*ids):
+            core, *ids = ids if self.shared else (0, *ids)
+            return at(*self.place(core, *ids[:3]), *ids[3:])
+
+        return pl.BlockSpec(block, index)
+
+
 @dataclass
 class TileStream:
     """Copies of blocks in the order in which they are used, by a kernel that has a grid step for every chunk, KV head
@@ -50,7 +110,7 @@ class TileStream:
     and scales [L, N, K, S], in HBM; with K = 1 for all heads; on chip `buffers`,
     [n, keys, h] or [n, keys / f, f * h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to
     be copied next, and the buffer to be read next; semaphores [arrays, n]. ring: positions wrap at `capacity`. unit:
-    positions that are copied together.
+    positions that are copied together. grid: the kernel's; every core has a stream of its own.
     """
 
     rows: Any
@@ -69,12 +129,13 @@ class TileStream:
     ring: bool
     capacity: int
     unit: int
+    grid: TileGrid
     listed_keys: int = 0
 
     def __post_init__(self):
-        self._heads, self._tiles = pl.num_programs(1), pl.num_programs(2)
-        self._steps = pl.num_programs(0) * self._heads * self._tiles
-        self.here: Place = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        self._steps = math.prod(self.grid.each)
+        self._core, *self._ids = (*(() if self.grid.shared else (0,)), *map(pl.program_id, range(len(self.grid.shape))))
+        self.here = self.grid.place(self._core, *self._ids)
         self._count, self._keys = self.semaphores.shape[1], self.buffers[0].shape[1]
 
     def after(self, buffer: jax.Array) -> jax.Array:
@@ -110,7 +171,7 @@ class TileStream:
         """The position at an offset in a block that the tile visits."""
         at = at or self.here
         if self.listed is not None:
-            first, number = (at[1] * self._tiles + at[2]) * self.most_listed, index * self._each
+            first, number = (at[1] * self.grid.tiles + at[2]) * self.most_listed, index * self._each
             number = jnp.minimum(number + div(offset, self.listed_keys), self.most_listed - 1)
             return self.listed[1][at[0], first + number] * self.listed_keys + rem(offset, self.listed_keys)
         return div(self.lowest(at), self.unit) * self.unit + index * self._keys + offset
@@ -132,14 +193,14 @@ class TileStream:
     def _listed(self, at: Place) -> jax.Array:
         """How many blocks are listed for a tile."""
         assert self.listed is not None
-        return self.listed[0][at[0], at[1] * self._tiles + at[2]]
+        return self.listed[0][at[0], at[1] * self.grid.tiles + at[2]]
 
     # ---- copies
 
     def begin(self, ahead: int) -> None:
         """Start the copies of the first `ahead` blocks, at the first step."""
 
-        @pl.when((self.here[0] == 0) & (self.here[1] == 0) & (self.here[2] == 0))
+        @pl.when((self._ids[0] == 0) & (self._ids[1] == 0) & (self._ids[2] == 0))
         def _():
             self.state[0] = lax.while_loop(self._is_empty, lambda step: step + 1, 0)
             self.state[1] = 0
@@ -182,8 +243,9 @@ class TileStream:
         return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
 
     def _place(self, step: jax.Array) -> Place:
-        heads, tiles = self._heads, self._tiles
-        return lax.div(step, heads * tiles), lax.rem(lax.div(step, tiles), heads), lax.rem(step, tiles)
+        _, heads, tiles = self.grid.each
+        ids = lax.div(step, heads * tiles), lax.rem(lax.div(step, tiles), heads), lax.rem(step, tiles)
+        return self.grid.place(self._core, *ids)
 
     def _is_empty(self, step: Any) -> Any:
         return (step < self._steps) & (self.visits(self._place(jnp.minimum(step, self._steps - 1))) == 0)

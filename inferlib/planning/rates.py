@@ -44,8 +44,8 @@ PREFILL_GPU = Rate(flops=280e12)
 RATIOS: Mapping[str, Mapping[str, float]] = {
     "decode_attention": {"v5e": 1.03, "v6e": 1.06, "v5p": 1.10, "v7x": 1.13},
     "mla_decode_attention": {"v5e": 1.10, "v6e": 1.03, "v5p": 2.27, "v7x": 1.90},
-    "prefill_attention": {"v5e": 1.25, "v6e": 3.1, "v5p": 2.55, "v7x": 3.4},
-    "mla_prefill_attention": {"v5e": 1.22, "v6e": 1.76, "v5p": 2.43, "v7x": 1.92},
+    "prefill_attention": {"v5e": 1.25, "v6e": 3.1, "v5p": 1.28, "v7x": 3.4},
+    "mla_prefill_attention": {"v5e": 1.22, "v6e": 1.76, "v5p": 1.22, "v7x": 1.92},
     "mx_matmul": {"v5e": 1.02, "v6e": 1.03, "v5p": 1.05, "v7x": 1.30},
     "grouped_matmul": {"v5e": 1.01, "v6e": 1.01, "v5p": 1.05, "v7x": 1.07},
     "expert_mlp": {"v5e": 1.01, "v6e": 1.02, "v5p": 1.05, "v7x": 1.14},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.attention_values import Expansion, LatentCache
 from inferlib.ops.quantized import Scheme
 from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from tests.helpers.attention_calls import mla_prefill_attention
 from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.mla_prefill_attention_cases import SCALE, Case
@@ -139,7 +142,20 @@ def test_blocks_for_any_shape(monkeypatch):
 @copies_of(RACES, early=("pages, stacked layers",), further=FURTHER_RACES)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    CASES[name].check(interpreted(pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.slow
+def test_two_cores_share_the_tiles(capsys):
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    with planning_for("v5p"):
+        CASES["half precision, two tiles, the last one not full"].check(interpreted(params))
+    assert "RACE" not in capsys.readouterr().out
+
+
+def interpreted(params: pltpu.InterpretParams) -> Callable[..., Any]:
+    """The kernel as an operation."""
 
     def run(k, v, latents, keys, *, weight_layer=None, **rest):
         cells = {name: rest.pop(name) for name in ("layer", "pages", "limit") if name in rest}
@@ -147,5 +163,4 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
         weights = Expansion(k, v, weight_layer)
         return tpu.mla_prefill_attention(expansion=weights, cache=cache, interpret=params, **rest)
 
-    CASES[name].check(run)
-    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+    return run

@@ -4,16 +4,21 @@ minutes with the slow ones."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import KvCache
 from inferlib.ops.prefill_attention import BlockList, _tpu_blocks
 from inferlib.pallas_kernels import prefill_attention_gpu, prefill_attention_tpu
+from inferlib.pallas_kernels.generations_tpu import planning_for
+from inferlib.pallas_kernels.tile_stream_tpu import TileGrid
 from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
 from tests.helpers.kernels import copies_of, with_further
 from tests.helpers.prefill_attention_cases import Case
@@ -148,7 +153,12 @@ def test_sizes_of_blocks_are_checked(sizes):
 @copies_of(RACES, early=("pages",), further=[("pages", "on_wait")])
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    CASES[name].check(interpreted(pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+def interpreted(params: pltpu.InterpretParams) -> Callable[..., Any]:
+    """The TPU kernel as an operation."""
     real = on_prefill_kernel(prefill_attention_tpu.prefill_attention)
 
     def run(**inputs):
@@ -157,5 +167,36 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
             inputs |= {"visits": listed.numbers, "blocks": blocks}
         return real(**inputs, interpret=params)
 
-    CASES[name].check(run)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("listed blocks", "two tiles, the last one not full, wide window"),
+        pytest.param("half precision, softcap, sinks", marks=pytest.mark.release),
+    ],
+)
+def test_two_cores_share_heads_or_tiles(name, capsys):
+    """Two heads, two tiles of one, or one tile, which leaves the second core nothing."""
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    with planning_for("v5p"):
+        (CASES | MORE_CASES)[name].check(interpreted(params))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 3), (2, 1, 6), (1, 3, 2), (3, 1, 3)])
+def test_cores_share_the_tiles_of_a_grid(sizes):
+    """Each tile has one core. Of tiles of a head, each core sees as much if there are four or a multiple."""
+    with planning_for("v5p"):
+        grid = TileGrid.of(*sizes)
+    of_core = [
+        {tuple(int(x) for x in grid.place(core, *ids)) for ids in np.ndindex(grid.each)}
+        for core in range(grid.shape[0] if grid.shared else 1)
+    ]
+    assert sorted(tile for tiles in of_core for tile in tiles) == sorted(np.ndindex(sizes))
+    assert grid.shared == (sizes != (3, 1, 3))
+    with planning_for("v5p"):
+        grid = TileGrid.of(1, 1, 8)
+    assert [[int(grid.place(core, 0, 0, n)[2]) for n in range(4)] for core in (0, 1)] == [[0, 3, 4, 7], [1, 2, 5, 6]]
