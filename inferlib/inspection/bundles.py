@@ -73,9 +73,15 @@ class Execution:
     @staticmethod
     def together(cores: Sequence[Execution]) -> Execution:
         """The costs of cores that run at the same time."""
-        slowest = [max(run.cycles for run in cores), max(run.elapsed for run in cores)]
-        sums = [sum(getattr(run, name) for run in cores) for name in ("hbm_bytes", "copies", "sent", "unmet")]
-        return Execution(*slowest, *sums, dict(sum((Counter(run.unknown) for run in cores), Counter())))
+        return Execution(
+            cycles=max(run.cycles for run in cores),
+            elapsed=max(run.elapsed for run in cores),
+            hbm_bytes=sum(run.hbm_bytes for run in cores),
+            copies=sum(run.copies for run in cores),
+            sent=sum(run.sent for run in cores),
+            unmet=sum(run.unmet for run in cores),
+            unknown=dict(sum((Counter(run.unknown) for run in cores), Counter())),
+        )
 
 
 class Listing:

@@ -136,9 +136,10 @@ def _gathered(x: jax.Array, routes: jax.Array, shards: Shards) -> tuple[jax.Arra
 def _returned(sums: jax.Array, shards: Shards, backend: Backend) -> jax.Array:
     """Partial sums [n T, D] on each of n devices -> [T, D], the sums of this device's tokens. Parts are added in the
     order of devices, whatever the batch."""
-    parts = sums.reshape(shards.size(axes.EXPERTS), -1, sums.shape[1])
-    if not returns_parts(*parts.shape[1:], backend):
+    devices, (rows, width) = shards.size(axes.EXPERTS), sums.shape
+    if not returns_parts(rows // devices, width, backend):
         return shards.scatter(sums, axes.EXPERTS)
+    parts = sums.reshape(devices, -1, width)
     return jnp.sum(shards.all_to_all(parts, axes.EXPERTS), axis=0, dtype=jnp.float32).astype(sums.dtype)
 
 
