@@ -103,6 +103,7 @@ CASES = (
     Case("gpt-oss-20b", "v6e-1", "tp=1", 16, **_EXPERTS),
     Case("gpt-oss-20b", "v6e-4", "ep=4", 16, chunks=(512,), **_EXPERTS),
     Case("gpt-oss-120b", "v6e-8", "ep=8", 32, chunks=(512,), **_EXPERTS),
+    Case("gpt-oss-120b", "v5p-8", "ep=4", 32, chunks=(512,), **_EXPERTS),
     Case("llama3-405b", "v6e-16", "tp=16", 16, quantization="int8"),
     Case("llama3-405b", "v6e-16", "cp=2,tp=8,rules=helix", 16, quantization="int8"),
     Case("llama3-70b", "v5e:4x4", "tp=16", 8, quantization="int8"),
