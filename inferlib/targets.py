@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from inferlib.pallas_kernels.generations_tpu import SCRATCH_BYTES, VMEM_BYTES
+from inferlib.pallas_kernels.generations_tpu import CORES, SCRATCH_BYTES, VMEM_BYTES
 
 _GIB = 1024**3
 _MIB = 1024**2
@@ -152,7 +152,7 @@ CHIPS = {
             vmem_bytes=VMEM_BYTES["v4"],
             scratch_bytes=SCRATCH_BYTES["v4"],
             flops={"bfloat16": 275e12, "int8": 275e12},
-            cores=2,
+            cores=CORES["v4"],
             links=6,
             link_bandwidth=45e9,
             torus=3,
@@ -184,7 +184,7 @@ CHIPS = {
             vmem_bytes=VMEM_BYTES["v5p"],
             scratch_bytes=SCRATCH_BYTES["v5p"],
             flops={"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
-            cores=2,
+            cores=CORES["v5p"],
             links=6,
             link_bandwidth=100e9,
             torus=3,

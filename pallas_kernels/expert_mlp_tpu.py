@@ -262,8 +262,8 @@ def _kernel(
             yield from weights[n].copies(hbm[n], rooms[n], sems[n], layer_ref[0], expert, piece, buf)
 
     def place(expert, piece, most):
-        """The expert and its own number of a piece that is counted from `expert` on, which is `most` experts ahead at
-        most."""
+        """The expert of a piece, and the piece's number there. It is counted from the first piece of `expert`, and its
+        expert is at most `most` chosen ones further."""
         for _ in range(most):
             ends = piece >= pieces
             expert = first_nonzero(chosen_ref, expert + ends.astype(jnp.int32), experts)

@@ -45,8 +45,8 @@ class TileGrid:
     """The grid of a kernel that has a step for every chunk, KV head and tile of queries: `chunks`, `heads` and `tiles`
     of them.
 
-    The cores of a device share the heads of a chunk, `by_head` of them, or if these do not divide the tiles, `by_tile`.
-    Then a first dimension is the cores, and the others are what each has to do.
+    by_head: cores of a device that share the heads of a chunk. by_tile: cores that share the tiles of a head, where the
+    heads do not divide. If there are several, the first dimension is the cores, and the others are the part of each.
     """
 
     chunks: int
@@ -134,7 +134,8 @@ class TileStream:
 
     def __post_init__(self):
         self._steps = math.prod(self.grid.each)
-        self._core, *self._ids = (*(() if self.grid.shared else (0,)), *map(pl.program_id, range(len(self.grid.shape))))
+        ids = map(pl.program_id, range(len(self.grid.shape)))
+        self._core, *self._ids = ids if self.grid.shared else (0, *ids)
         self.here = self.grid.place(self._core, *self._ids)
         self._count, self._keys = self.semaphores.shape[1], self.buffers[0].shape[1]
 

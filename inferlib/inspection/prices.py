@@ -18,7 +18,6 @@ from typing import Literal
 from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Execution, Listing, listing_files
 from inferlib.inspection.hlo import Computation, Instruction, Module, Shape
 from inferlib.inspection.kernel_scalars import KERNELS, scalars_of
-from inferlib.pallas_kernels.generations_tpu import CORES
 from inferlib.planning.rates import RATIOS
 from inferlib.programs.keys import ProgramKey
 from inferlib.targets import Target
@@ -123,7 +122,7 @@ class Prices:
                 link=rates.link,
                 zeros=True,
                 most=MOST_CYCLES,
-                cores=CORES.get(self._target.chip.name, 1),
+                cores=self._target.chip.cores,
             )
         except (LookupError, ValueError, TypeError, RuntimeError):
             return None

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from inferlib.aot.child import Answer, Child, serve
 from inferlib.aot.compile import CompileError, check_compiler, environment
 from inferlib.inspection.bundles import CLOCKS, DELAYS, LATENCY, Listing, dump_flags, find_listing
-from inferlib.pallas_kernels.generations_tpu import CORES
 from inferlib.pallas_kernels.tuned_tpu import Asked, trying
 from inferlib.sharding.mesh import Device, alone
 from inferlib.targets import Target, parse_target
@@ -177,7 +176,7 @@ def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any]) -> Fi
     clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
     link = target.chip.link_bandwidth / clock, target.chip.hop_latency * clock
     rates = {"bandwidth": bandwidth / clock, "latency": LATENCY * clock, "link": link}
-    run = listing.run(scalars, **rates, cores=CORES.get(target.chip.name, 1))
+    run = listing.run(scalars, **rates, cores=target.chip.cores)
     if run.unmet or run.unknown:
         raise CompileError(f"the listing was not understood: {run}")
     busy = max(run.cycles / clock, run.hbm_bytes / bandwidth, _sending(target, run.sent))

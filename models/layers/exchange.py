@@ -36,7 +36,7 @@ _WAIT_BYTES = 4 << 20
 _FURTHER = 0.8
 # Compilers for a torus make an all-reduce, which passes twice the hops, of a reduce-scatter whose parts are small and
 # not whole tiles of so many rows and numbers.
-_TILE = 8, 128
+_TORUS_TILE = 8, 128
 _SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
 _LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum over this device's experts
@@ -79,8 +79,8 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
 
 def returns_parts(tokens: int, width: int, backend: Backend) -> bool:
     """Whether gathered tokens come back by an all-to-all of what each device adds to the sums [tokens, width] of every
-    other, not by a reduce-scatter: of few tokens that passes fewer hops, and its bytes, which go further, are few."""
-    rows, lanes = _TILE
+    other, not by a reduce-scatter. An all-to-all of few tokens passes fewer hops, and has few bytes that go further."""
+    rows, lanes = _TORUS_TILE
     return backend.on_torus and (tokens < rows or (tokens == rows and width % lanes > 0))
 
 
