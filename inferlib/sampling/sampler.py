@@ -10,10 +10,10 @@ Shapes: N rows; V columns of logits on this device, all tokens or this device's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +57,16 @@ class Vocabulary:
     def size(self, width: int) -> int:
         return width * self.shards.size(axes.VOCAB)
 
+    @property
+    def split(self) -> bool:
+        return self.shards.size(axes.VOCAB) > 1
+
 
 WHOLE = Vocabulary()
 
 # Set in `counts` for the tokens of the prompt; the bits below it count how often the token was generated.
 PROMPT_FLAG = 1 << 30
+_ALL = 2**31 - 1  # the threshold that all elements stay below
 
 
 class RowParams(NamedTuple):
@@ -271,27 +276,55 @@ def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE)
         distance: [N, V] float32, best logit of the row minus each logit, over the temperature; at least 0.
     """
     # Among floats that are at least 0, the order of the values is the order of their bits.
-    bits = lax.bitcast_convert_type(distance, jnp.int32)
-    mask = distance <= -jnp.log(params.min_p)[:, None]
+    bits, least = lax.bitcast_convert_type(distance, jnp.int32), -jnp.log(params.min_p)[:, None]
+    uses_k, uses_p = params.top_k > 0, params.top_p < 1
+    any_k, any_p = vocabulary.shards.max(jnp.stack([uses_k.any(), uses_p.any()]).astype(jnp.int32), axes.ROWS) > 0
 
-    top_k = jnp.where(params.top_k > 0, params.top_k, jnp.inf)
-    mask &= bits <= _threshold(bits, 1.0, top_k[:, None], vocabulary)
+    def one(bits: jax.Array) -> jax.Array:
+        return jnp.ones(bits.shape, jnp.float32)
 
-    mass = jnp.where(mask, jnp.exp(-distance), 0.0)
-    target = params.top_p[:, None] * vocabulary.sum(mass)
-    target = jnp.where(params.top_p[:, None] < 1, target, jnp.inf)
-    return mask & (bits <= _threshold(bits, mass, target, vocabulary))
+    top_k = jnp.where(uses_k, params.top_k, jnp.inf)[:, None]
+    last = _searched(any_k, lambda: _threshold(bits, one, top_k, vocabulary), top_k)
+
+    def mass(bits: jax.Array) -> jax.Array:
+        distance = lax.bitcast_convert_type(bits, jnp.float32)
+        return jnp.where((distance <= least) & (bits <= last), jnp.exp(-distance), 0.0)
+
+    def nucleus() -> jax.Array:
+        target = params.top_p[:, None] * vocabulary.sum(mass(bits))
+        return _threshold(bits, mass, jnp.where(uses_p[:, None], target, jnp.inf), vocabulary)
+
+    last = jnp.minimum(last, _searched(any_p, nucleus, top_k))
+    return (distance <= least) & (bits <= last)
 
 
-def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """The smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if there is none.
+def _searched(needed: jax.Array, search: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    """The threshold [N, 1] that `search` finds, or `_ALL` without a search if no row needs one.
+
+    GPUs always search: at a branch they wait for the host. Trainium has no branches. XLA would turn a branch of cheap
+    operations into a selection, for which it computes both: an optimization barrier is not cheap to it.
+    """
+
+    def branch() -> jax.Array:
+        return lax.cond(
+            needed, lambda: lax.optimization_barrier(search()), lambda: jnp.full(like.shape, _ALL, jnp.int32)
+        )
+
+    return by_platform(cuda=search, neuron=search, default=branch)
+
+
+Weights: TypeAlias = Callable[[jax.Array], jax.Array]  # of elements [N, V], by their bits
+
+
+def _threshold(bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    """The smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; `_ALL` if there is none.
 
     It is also the largest t for which the elements with bits < t weigh less, and is built from the top. This needs no
     sort, and few numbers per row from each shard of a split vocabulary.
 
     Args:
         bits: [N, V] int32, not negative.
-        weights: [N, V] float32, not negative, or one number for all.
+        weights: float32, not negative.
         target: [N, 1] float32.
     """
     bit_by_bit = partial(_threshold_bit_by_bit, bits, weights, target, vocabulary)
@@ -303,30 +336,34 @@ def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, v
 
 
 def _threshold_bit_by_bit(
-    bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary, unroll: bool | None = None
+    bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary, unroll: bool | None = None
 ) -> jax.Array:
     """`_threshold` in 31 passes of one compare and sum."""
+    weighed = weights(bits)
 
     def settle_bit(i: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (1 << (30 - i))
-        below = vocabulary.sum(jnp.where(bits < candidate, weights, 0.0))
+        below = vocabulary.sum(jnp.where(bits < candidate, weighed, 0.0))
         return jnp.where(below < target, candidate, t)
 
     return lax.fori_loop(0, 31, settle_bit, jnp.zeros(target.shape, jnp.int32), unroll=unroll)
 
 
-def _threshold_by_digits(
-    bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary
-) -> jax.Array:
-    """`_threshold` in 8 passes, each of which settles four bits by 15 compares and sums of what it reads once."""
+def _threshold_by_digits(bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    """`_threshold` in 11 passes, each of which settles three bits by 7 compares and sums. A pass reads the bits alone:
+    it computes the weights again, which the barrier keeps apart from those of other passes."""
     t = jnp.zeros(target.shape, jnp.int32)
-    for shift in range(28, -1, -4):
-        candidates = [t | (digit << shift) for digit in range(1, min(16, 1 << (31 - shift)))]
-        parts = [jnp.where(bits < candidate, weights, 0.0) for candidate in candidates]
+    for shift in range(30, -1, -3):
+        read = lax.optimization_barrier(bits)
+        weighed = weights(read)
+        candidates = [t | (digit << shift) for digit in range(1, min(8, 1 << (31 - shift)))]
+        parts = [jnp.where(read < candidate, weighed, 0.0) for candidate in candidates]
         zeros = [jnp.zeros((), part.dtype) for part in parts]
         sums = lax.reduce(parts, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,))
-        below = vocabulary.shards.sum(jnp.stack(sums, axis=-1), axes.VOCAB)
-        t |= (below < target).sum(-1, keepdims=True, dtype=jnp.int32) << shift
+        if vocabulary.split:  # one collective for all sums
+            sums = list(vocabulary.shards.sum(jnp.stack(sums), axes.VOCAB))
+        passed = [(below[:, None] < target).astype(jnp.int32) for below in sums]
+        t |= sum(passed[1:], passed[0]) << shift
     return t
 
 
