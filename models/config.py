@@ -532,9 +532,10 @@ class LoopSpec:
 
     The prelude's output e [T, D], normed if `entry_norm`, is injected into the state h [T, D] before each step:
     "diagonal": exp(-d exp(A)) h + d (B e) with d = softplus(b), for vectors A, b (Prairie et al. 2026, "Parcae");
-    "linear": W [h, e]; "add": h + e. After the last step, a matrix ("linear") or the model's final norm ("final_norm")
-    makes the coda's input of h. state_std: standard deviation of the first state's numbers; 0: it is zero. early_exit:
-    by which rule tokens may leave the core before its last step, see `inferlib.models.exit_rules`; None: they do not.
+    "linear": W [h, e]; "add": h + e. state_norm: what the core makes of that is normed, and is the next state. After
+    the last step, a matrix ("linear") or the model's final norm ("final_norm") makes the coda's input of h. state_std:
+    standard deviation of the first state's numbers; 0: it is zero. early_exit: by which rule tokens may leave the core
+    before its last step, see `inferlib.models.exit_rules`; None: they do not.
 
     The weights of the core are stored once. Its layers have keys and values of each step.
     """
@@ -545,6 +546,7 @@ class LoopSpec:
     injection: Literal["diagonal", "linear", "add"]
     exit: Literal["linear", "final_norm"]
     entry_norm: bool = False
+    state_norm: bool = False
     state_std: float = 0.0
     early_exit: Literal["change", "kl"] | None = None
 

@@ -100,7 +100,7 @@ class Stages:
         with jax.named_scope("injection"):
             x = self.decoder.loop.injection(inside.state, inside.injected, ctx)
         x, new = _through(*self._part(1), x, ctx, caches.core)
-        return x, caches._replace(core=new)
+        return self.decoder.loop.state(x, ctx), caches._replace(core=new)
 
     def coda(self, ctx: StepContext, caches: StageCaches, state: jax.Array) -> tuple[jax.Array, StageCaches]:
         """Hidden states [B, D], as `Decoder` gives them, of the states [B, D] after the core."""

@@ -36,7 +36,8 @@ from inferlib.ops import on_chip
 from inferlib.ops.loops import most_trips
 from inferlib.sharding import axes
 
-EACH_STEP = "loop.injection."  # the beginning of names of weights that every step reads, beside those of the core
+# The beginnings of names of weights that every step reads, beside those of the core.
+EACH_STEP = ("loop.injection.", "loop.state_norm.")
 MATRICES = ("loop.input", "loop.injection.state", "loop.exit")  # names of the matrices around the core
 
 
@@ -53,6 +54,8 @@ class Loop(nnx.Module):
         if spec.injection != "add":
             self.input = param(shape, names, dtype)
         self.injection = _INJECTIONS[spec.injection](config.dim, dtype)
+        if spec.state_norm:
+            self.state_norm = Norm(config.norm, config.dim, dtype)
         self.exit = param(shape, names, dtype) if spec.exit == "linear" else final_norm
 
     def __call__(
@@ -79,7 +82,7 @@ class Loop(nnx.Module):
             with jax.named_scope("injection"):
                 x = self.injection(state, injected, ctx)
             ran = run_segment(segment, blocks, replace(residual, x=x), ctx, at, inputs, {})
-            return ran.residual.x, tuple(ran.caches)
+            return self.state(ran.residual.x, ctx), tuple(ran.caches)
 
         state, caches, taken = self.repeated(step, ctx, caches, logits)
         return Ran(replace(residual, x=self.outputs(state, ctx)), list(caches), [], {}, taken)
@@ -137,6 +140,10 @@ class Loop(nnx.Module):
             return jax.random.truncated_normal(jax.random.fold_in(seed, position), -3.0, 3.0, (self.dim,))
 
         return (self.spec.state_std * jax.vmap(draw)(jnp.maximum(ctx.positions, 0))).astype(self.dtype)
+
+    def state(self, x: jax.Array, ctx: StepContext) -> jax.Array:
+        """The state [T, D] after a step, of the core's output."""
+        return self.state_norm(x, ctx.shards) if self.spec.state_norm else x
 
     def outputs(self, state: jax.Array, ctx: StepContext) -> jax.Array:
         """The coda's input [T, D], of the state after the last step."""

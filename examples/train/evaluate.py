@@ -62,7 +62,8 @@ def measure(run: Path, rows: Sequence[list[int]], dtype: str | None) -> Iterator
     injection = "" if settings["injection"] == "diagonal" else f", {settings['injection']} injection"
     long = f"{settings['minutes']:g} minutes" if settings["minutes"] else f"{settings['steps']} steps"
     width = "" if settings["width"] == Settings.width else f", width {settings['width']}"
-    name = f"{preset}{width}{injection}, learning rate {settings['learning_rate']:g}, {long}"
+    norm = ", normed states" if settings.get("state_norm") else ""
+    name = f"{preset}{width}{injection}{norm}, learning rate {settings['learning_rate']:g}, {long}"
     result = json.loads((run / "training" / "result.json").read_text(encoding="utf-8"))
     if result["diverged"]:
         yield Measured(name, f"diverged at step {result['step']}", seed, np.nan, np.nan)

@@ -39,11 +39,19 @@ def core_steps(preset: str) -> int:
     return LOOPS[preset][-1] if preset in LOOPS else 1
 
 
-def config_of(preset: str, vocab: int, *, width: int = 512, length: int = 512, injection: str = "diagonal") -> dict:
+def config_of(
+    preset: str,
+    vocab: int,
+    *,
+    width: int = 512,
+    length: int = 512,
+    injection: str = "diagonal",
+    state_norm: bool = False,
+) -> dict:
     """The config.json of a preset."""
     if preset in LANES:
         return lane_config(preset, vocab, width, length)
-    return loop_config(preset, vocab, width, length, injection)
+    return loop_config(preset, vocab, width, length, injection) | {"state_norm": state_norm}
 
 
 def lane_config(preset: str, vocab: int, width: int, length: int) -> dict:
@@ -169,7 +177,8 @@ def logits_of(
         return x
 
     def step(decoder: Decoder, state: jax.Array, injected: jax.Array) -> jax.Array:
-        return run(decoder, slice(spec.start, spec.stop), decoder.loop.injection(state, injected, ctx))
+        x = run(decoder, slice(spec.start, spec.stop), decoder.loop.injection(state, injected, ctx))
+        return decoder.loop.state(x, ctx)
 
     x = run(decoder, slice(spec.start), decoder.embedding(ctx))
     injected, first = decoder.loop.injected(x, ctx), decoder.loop.first_state(context(model, tokens[:1]))

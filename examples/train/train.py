@@ -40,8 +40,9 @@ HELD_OUT = 64  # rows that the curve's held-out loss is of
 @dataclass(frozen=True)
 class Settings:
     """What decides what is learned. steps: of the optimizer; 0: as many as `minutes` allow. batch: rows of a step, over
-    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. spread: how much the
-    number of the core's steps varies, see `draw_steps`. dtype: of products; weights are float32."""
+    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. state_norm: whether the
+    state is normed after each step. spread: how much the number of the core's steps varies, see `draw_steps`. dtype: of
+    products; weights are float32."""
 
     preset: str = "b"
     seed: int = 0
@@ -54,6 +55,7 @@ class Settings:
     vocab: int = 4096
     injection: str = "diagonal"
     fading: float = FADING
+    state_norm: bool = False
     spread: float = 0.0
     dtype: str = "bfloat16"
 
@@ -70,6 +72,10 @@ class Settings:
             raise ConfigurationError(f"a state fades by a factor between 0 and 1, got {self.fading}")
         if self.fading != FADING and (core_steps(self.preset) == 1 or self.injection == "add"):
             raise ConfigurationError("only preset b with injection diagonal or linear has a state that fades")
+        if self.state_norm and core_steps(self.preset) == 1:
+            raise ConfigurationError(
+                f"preset {self.preset} repeats no layers, so it has no state: leave state_norm out"
+            )
         if not 0 <= self.spread <= 2:
             raise ConfigurationError(f"the numbers of steps spread by 0 to 2, got {self.spread}")
         if self.spread and core_steps(self.preset) == 1:
@@ -144,7 +150,8 @@ class Run:
     def hf(self) -> dict[str, Any]:
         s = self.settings
         vocab = self.data.tokenizer.vocab_size
-        return config_of(s.preset, vocab, width=s.width, length=s.length, injection=s.injection)
+        options = {"injection": s.injection, "state_norm": s.state_norm}
+        return config_of(s.preset, vocab, width=s.width, length=s.length, **options)
 
     @cached_property
     def model(self) -> AbstractModel:
@@ -236,7 +243,7 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
     file, prepared = out / "training" / "settings.json", data or out.parent / "data"
     run = Run(settings, prepare(texts, prepared, settings.vocab, settings.length), out, **options)
     if file.exists():
-        before = {"fading": FADING, "spread": 0.0} | json.loads(file.read_text(encoding="utf-8"))
+        before = {"fading": FADING, "state_norm": False, "spread": 0.0} | json.loads(file.read_text(encoding="utf-8"))
         steps = before["steps"] if not settings.steps else settings.steps
         if before != asdict(settings) | {"steps": steps}:
             raise ConfigurationError(f"{out} has a run with other settings, {before}: give these, or another directory")
@@ -283,6 +290,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="b")
     parser.add_argument("--injection", choices=("diagonal", "linear", "add"), default="diagonal", help="of preset b")
     parser.add_argument("--fading", type=float, default=FADING, help="of the core's state at a step, at first")
+    parser.add_argument("--state-norm", action="store_true", help="norm the core's state after each step")
     parser.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the number of the core's steps")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products; float32 on CPUs")
     length = parser.add_mutually_exclusive_group()

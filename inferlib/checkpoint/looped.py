@@ -23,7 +23,7 @@ class _Columns:
 
 
 def loop_assembly(names: Mapping[str, str], config: ModelConfig, part: str) -> Assembly:
-    """How `loop.input`, `loop.exit`, `loop.entry_norm` or a part of `loop.injection` is made. names: tensors in full.
+    """How `loop.input`, `loop.exit`, a norm or a part of `loop.injection` is made. names: tensors in full.
 
     A linear injection is one matrix [D, 2 D], for the state and for the prelude's output.
     """

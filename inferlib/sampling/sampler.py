@@ -331,8 +331,14 @@ def _threshold(bits: jax.Array, weights: Weights, target: jax.Array, vocabulary:
     by_digits = partial(_threshold_by_digits, bits, weights, target, vocabulary)
     # CPUs read from their caches, so that compares count. On GPUs the host starts each round of a loop. Trainium has no
     # loops, and none of its reductions is of several arrays.
-    neuron = partial(bit_by_bit, unroll=True)
-    return by_platform(cuda=by_digits, tpu=by_digits, neuron=neuron, default=bit_by_bit)
+    cuda, neuron = partial(by_digits, parts=_parts(*bits.shape)), partial(bit_by_bit, unroll=True)
+    return by_platform(cuda=cuda, tpu=by_digits, neuron=neuron, default=bit_by_bit)
+
+
+def _parts(rows: int, width: int) -> int:
+    """In how many parts GPUs add up each row, one by a block of threads. XLA would make parts of 256 elements: several
+    sums of so few take longer to combine than to add up. Of few rows it keeps more processors busy."""
+    return 32 if rows >= 16 and width % 32 == 0 else 1
 
 
 def _threshold_bit_by_bit(
@@ -349,20 +355,25 @@ def _threshold_bit_by_bit(
     return lax.fori_loop(0, 31, settle_bit, jnp.zeros(target.shape, jnp.int32), unroll=unroll)
 
 
-def _threshold_by_digits(bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _threshold_by_digits(
+    bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary, parts: int = 1
+) -> jax.Array:
     """`_threshold` in 11 passes, each of which settles three bits by 7 compares and sums. A pass reads the bits alone:
-    it computes the weights again, which the barrier keeps apart from those of other passes."""
-    t = jnp.zeros(target.shape, jnp.int32)
+    it computes the weights again, which the barrier keeps apart from those of other passes. parts: of a row, which are
+    added up before the row is."""
+    t, add = jnp.zeros(target.shape, jnp.int32), lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
     for shift in range(30, -1, -3):
         read = lax.optimization_barrier(bits)
         weighed = weights(read)
         candidates = [t | (digit << shift) for digit in range(1, min(8, 1 << (31 - shift)))]
-        parts = [jnp.where(read < candidate, weighed, 0.0) for candidate in candidates]
-        zeros = [jnp.zeros((), part.dtype) for part in parts]
-        sums = lax.reduce(parts, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,))
+        below = [jnp.where(read < candidate, weighed, 0.0) for candidate in candidates]
+        zeros = [jnp.zeros((), x.dtype) for x in below]
+        if parts > 1:
+            below = lax.reduce([x.reshape(len(x), parts, -1) for x in below], zeros, add, (2,))
+        sums = lax.reduce(below, zeros, add, (1,))
         if vocabulary.split:  # one collective for all sums
             sums = list(vocabulary.shards.sum(jnp.stack(sums), axes.VOCAB))
-        passed = [(below[:, None] < target).astype(jnp.int32) for below in sums]
+        passed = [(x[:, None] < target).astype(jnp.int32) for x in sums]
         t |= sum(passed[1:], passed[0]) << shift
     return t
 

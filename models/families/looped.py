@@ -50,6 +50,7 @@ PARCAE_TOP = TOP | {
     "loop.injection.decay": "transformer.adapter.A_log",
     "loop.injection.step": "transformer.adapter.dt_bias",
     "loop.entry_norm": "transformer.ln_prelude.weight",
+    "loop.state_norm": "transformer.ln_state.weight",
     "loop.exit": "transformer.C.weight",
 }
 _DEFAULTS = {"bias": False, "qk_bias": False, "state_init": "like-init", "rope_base": 50_000}
@@ -73,6 +74,7 @@ PARCAE_DEFAULTS = _DEFAULTS | {
     "norm_eps": 1e-5,
     "qk_norm": True,
     "prelude_norm": True,
+    "state_norm": False,
     "tie_embeddings": True,
 }
 _ACTIVATIONS: dict[str, Activation] = {"SiLU": "silu", "GELU": "gelu", "ReLU2": "relu2"}
@@ -96,7 +98,8 @@ def huginn(hf: Hf) -> ModelConfig:
 
 def parcae(hf: Hf) -> ModelConfig:
     """Norms before the branches; queries and keys are normed behind their rotation, without weights; every other layer
-    has gated value embeddings. The core may have other heads and another feed-forward."""
+    has gated value embeddings. The core may have other heads and another feed-forward. `state_norm`, a norm behind the
+    core, is not of the paper."""
     _check(hf, block="TransformerPreNormBlock", injections=("diagonal", "linear", "add"))
     expect(hf, "norm_class_name", "RMSNorm")
     expect(hf, "clip_qkv", None)
@@ -115,9 +118,8 @@ def parcae(hf: Hf) -> ModelConfig:
     layers = [_with_values(hf, layer, i) for i, layer in enumerate(layers)]
     std = 0.0 if hf["state_init"] == "zero" else math.sqrt(2 / (5 * width))
     entry, injection = hf["prelude_norm"], hf["injection_type"]
-    loop = LoopSpec(
-        start, stop, _steps(hf), injection, "linear", entry_norm=entry, state_std=std, early_exit=_early_exit(hf)
-    )
+    options = {"entry_norm": entry, "state_norm": hf["state_norm"], "state_std": std, "early_exit": _early_exit(hf)}
+    loop = LoopSpec(start, stop, _steps(hf), injection, "linear", **options)
     return _model(hf, "parcae", layers, loop, final_softcap=hf.get("logit_softcap"))
 
 

@@ -18,7 +18,7 @@ from tests.helpers.looped import looped_logits, make_looped
 from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 from tests.helpers.tokenizer import write_tokenizer
 
-PARCAE = PUBLISHED | {"n_layers_in_prelude": 1, "n_layers_in_coda": 1}  # as in `test_looped`
+PARCAE = PUBLISHED | {"n_layers_in_prelude": 1, "n_layers_in_coda": 1, "state_norm": True}
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = random_prompts([20, 7, 33, 12, 41, 3], seed=5)

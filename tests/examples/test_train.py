@@ -77,9 +77,9 @@ def whole(texts, tmp_path_factory) -> Run:
     return run
 
 
-def drawn(preset: str, injection: str = "diagonal") -> tuple[dict, AbstractModel, tuple[jax.Array, ...]]:
+def drawn(preset: str, **options) -> tuple[dict, AbstractModel, tuple[jax.Array, ...]]:
     """A config.json, the model, and weights of which none is zero or one."""
-    hf = config_of(preset, VOCAB, width=WIDTH, length=LENGTH, injection=injection)
+    hf = config_of(preset, VOCAB, width=WIDTH, length=LENGTH, **options)
     model, draw = abstract_model(config_from_hf(hf), "float32"), np.random.default_rng(1)
     weights = (np.asarray(x) + draw.normal(0, 0.1, x.shape).astype(np.float32) for x in first_weights(model, 0))
     return hf, model, tuple(map(jnp.asarray, weights))
@@ -101,17 +101,18 @@ PASS = jax.jit(logits_of, static_argnums=0)
 
 
 @pytest.mark.parametrize(
-    ("preset", "injection"),
+    ("preset", "options"),
     [
-        ("b", "diagonal"),
-        pytest.param("b", "linear", marks=pytest.mark.release),
-        pytest.param("c", "diagonal", marks=pytest.mark.release),
-        pytest.param("d-delayed", "diagonal", marks=pytest.mark.slow),
+        ("b", {}),
+        ("b", {"state_norm": True}),
+        pytest.param("b", {"injection": "linear"}, marks=pytest.mark.release),
+        pytest.param("c", {}, marks=pytest.mark.release),
+        ("d-delayed", {}),
     ],
 )
 @pytest.mark.slow
-def test_the_written_model_gives_the_logits_that_were_trained(preset, injection, tmp_path):
-    hf, model, weights = drawn(preset, injection)
+def test_the_written_model_gives_the_logits_that_were_trained(preset, options, tmp_path):
+    hf, model, weights = drawn(preset, **options)
     save_model(tmp_path, hf, model, weights)
     logits = PASS(model, weights, TOKENS, 8)[1]
     assert np.std(logits) > 0.1
@@ -212,6 +213,7 @@ def test_a_loss_that_is_no_number_ends_the_run(texts, tmp_path, monkeypatch):
         ({"preset": "a", "injection": "add"}, "preset a repeats no layers"),
         ({"fading": 1.0}, "between 0 and 1, got 1.0"),
         ({"preset": "c", "fading": 0.7}, "only preset b"),
+        ({"preset": "a", "state_norm": True}, "so it has no state"),
         ({"spread": -0.5}, "spread by 0 to 2, got -0.5"),
         ({"preset": "c", "spread": 0.5}, "preset c repeats no layers, so it takes no --spread"),
         ({"learning_rate": math.nan}, "between 0 and 1, got nan"),

@@ -1,5 +1,6 @@
 """Looped models in torch, by the arithmetic and the names of tensors that were published: the oracles of Huginn
-(Geiping et al. 2025) and Parcae (Prairie et al. 2026). Their first states are zero."""
+(Geiping et al. 2025) and Parcae (Prairie et al. 2026), this also with states that are normed, which is not published.
+Their first states are zero."""
 
 from __future__ import annotations
 
@@ -61,6 +62,7 @@ REPEATED = PARCAE | {"n_layers_in_prelude": 4, "n_layers_in_coda": 4, "recurrent
 CASES: dict[str, dict[str, Any]] = {
     "parcae": REPEATED,
     "parcae-linear": PARCAE | {"injection_type": "linear"},
+    "parcae-normed": PARCAE | {"state_norm": True},
     "parcae-once": PARCAE | {"injection_type": "add", "mean_recurrence": 1},
     "huginn": HUGINN,
 }
@@ -281,6 +283,7 @@ class Parcae(nn.Module):
         parts: dict[str, Any] = {name: nn.ModuleList(map(block, layers)) for name, layers in stages.items()}
         parts |= {"wte": nn.Embedding(vocab, dim), "ln_f": RMSNorm(dim, 1e-5), "ln_prelude": RMSNorm(dim, 1e-5)}
         kind = {"diagonal": Diagonal, "linear": Linear, "add": Add}[hf["injection_type"]]
+        parts |= {"ln_state": RMSNorm(dim, 1e-5)} if hf.get("state_norm") else {}
         self.transformer = nn.ModuleDict(parts | {"adapter": kind(dim), "C": linear(dim, dim)})
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab, dim) for i in range(count) if valued[i]})
         self.register_buffer("freqs_cis", torch.zeros(1, hf["block_size"], 1, dim // heads // 2, 2))
@@ -296,7 +299,8 @@ class Parcae(nn.Module):
         e = parts["ln_prelude"](run("prelude", 0, parts["wte"](tokens)))
 
         def step(h, e):
-            return run("core_block", self.start, parts["adapter"](h, e))
+            h = run("core_block", self.start, parts["adapter"](h, e))
+            return parts["ln_state"](h) if "ln_state" in parts else h
 
         h = run_core(self, [block.attn for block in parts["core_block"]], step, e)
         return parts["ln_f"](run("coda", self.stop, parts["C"](h))) @ parts["wte"].weight.T

@@ -16,7 +16,7 @@ from tests.helpers.sampler_reference import reference_keep
 
 @jax.jit
 def jit_by_digits(bits, weights, target):
-    return _threshold_by_digits(bits, lambda _: jnp.broadcast_to(weights, bits.shape), target, WHOLE)
+    return _threshold_by_digits(bits, lambda _: jnp.broadcast_to(weights, bits.shape), target, WHOLE, parts=4)
 
 
 @jax.jit
@@ -113,7 +113,8 @@ def test_ties_at_the_threshold_are_all_kept():
     seed=st.integers(0, 9),
 )
 def test_few_passes_settle_what_many_do(distances, target, seed):
-    """GPUs and TPUs settle three bits of a threshold at a time. Weights are eighths: their sums are exact in any order."""
+    """GPUs and TPUs settle three bits of a threshold at a time, GPUs by parts of rows. Weights are eighths: their sums
+    are exact in any order."""
     bits = np.abs(np.float32(distances)).view(np.int32)[None]
     for weights in (1.0, np.random.default_rng(seed).integers(0, 9, bits.shape).astype(np.float32) / 8):
         arguments = bits, weights, np.full((1, 1), target, np.float32)
