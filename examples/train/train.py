@@ -40,8 +40,8 @@ HELD_OUT = 64  # rows that the curve's held-out loss is of
 @dataclass(frozen=True)
 class Settings:
     """What decides what is learned. steps: of the optimizer; 0: as many as `minutes` allow. batch: rows of a step, over
-    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. state_norm: whether the
-    state is normed after each step. spread: how much the number of the core's steps varies, see `draw_steps`. dtype: of
+    all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. state_norm: the state
+    is normed after each step. spread: how much the number of the core's steps varies, see `draw_steps`. dtype: of
     products; weights are float32."""
 
     preset: str = "b"

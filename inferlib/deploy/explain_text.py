@@ -36,7 +36,7 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
             table.add_row(f"  kind {number}", layer_text(kind))
     if (loop := config.loop) is not None:
         each = f"layers {loop.start} to {loop.stop - 1}, {loop.steps} times, with cells of each step"
-        table.add_row("loop", f"{each}; {loop.injection} injection")
+        table.add_row("loop", f"{each}; {loop.injection} injection{', normed states' if loop.state_norm else ''}")
     if (lanes := config.lanes) is not None:
         table.add_row("lanes", lanes_text(lanes))
     table.add_row("width", str(config.dim))
