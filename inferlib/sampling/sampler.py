@@ -358,14 +358,15 @@ def _threshold_bit_by_bit(
 def _threshold_by_digits(
     bits: jax.Array, weights: Weights, target: jax.Array, vocabulary: Vocabulary, parts: int = 1
 ) -> jax.Array:
-    """`_threshold` in 11 passes, each of which settles three bits by 7 compares and sums. A pass reads the bits alone:
-    it computes the weights again, which the barrier keeps apart from those of other passes. parts: of a row, which are
-    added up before the row is."""
+    """`_threshold` in 11 passes, each of which settles three bits by 7 compares and sums; or in 8 of four bits, if a
+    pass takes a collective. A pass reads the bits alone: it computes the weights again, which the barrier keeps apart
+    from those of other passes. parts: of a row, which are added up before the row is."""
     t, add = jnp.zeros(target.shape, jnp.int32), lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-    for shift in range(30, -1, -3):
+    width = 4 if vocabulary.split else 3
+    for shift in reversed(range(0, 31, width)):
         read = lax.optimization_barrier(bits)
         weighed = weights(read)
-        candidates = [t | (digit << shift) for digit in range(1, min(8, 1 << (31 - shift)))]
+        candidates = [t | (digit << shift) for digit in range(1, min(1 << width, 1 << (31 - shift)))]
         below = [jnp.where(read < candidate, weighed, 0.0) for candidate in candidates]
         zeros = [jnp.zeros((), x.dtype) for x in below]
         if parts > 1:
