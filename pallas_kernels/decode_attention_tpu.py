@@ -9,6 +9,7 @@ at most to the end of a unit (a page, or 64 or 128 positions) and never change a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of, writer_scratch
 from inferlib.pallas_kernels.decode_call_tpu import MOST_MASKED, Call, Inputs, Kernel, Outputs, Scalars
 from inferlib.pallas_kernels.decode_rows_tpu import rows_kernel
-from inferlib.pallas_kernels.generations_tpu import generation, untaken
+from inferlib.pallas_kernels.generations_tpu import cores, generation, untaken
 from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
@@ -185,10 +186,11 @@ def kernel_of(call: Call, blocks: Blocks | None = None) -> Kernel:
 
 def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
     """The kernel that runs row by row."""
-    (_, queries, _, group, _), cache = call.shape, call.cache
-    blocks = blocks or default_blocks(
-        call.shape, cache.k.shape[-3:], call.arrays, cache.k.dtype.itemsize, cache.columns, call.seen
-    )
+    (rows, queries, heads, group, size), cache = call.shape, call.cache
+    # A share of scales would begin within a tile of memory.
+    shares = 1 if cache.scaled else math.gcd(heads, cores())
+    shape, cells = (rows, queries, heads // shares, group, size), (heads // shares, *cache.k.shape[-2:])
+    blocks = blocks or default_blocks(shape, cells, call.arrays, cache.k.dtype.itemsize, cache.columns, call.seen)
     unit = _unit(call.slots, cache.columns, call.seen, cache.scaled)
     place = Pages(call.slots, cache.columns, cache.ring, call.seen, unit, blocks.block)
     softcap = call.options.softcap
@@ -200,6 +202,7 @@ def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
         key_lanes=call.key_lanes,
         scaled=cache.scaled,
         writes=call.writes,
+        shares=shares,
         queries=queries,
         group=group,
         scale=call.options.scale * LOG2E,
@@ -209,7 +212,10 @@ def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
     return Kernel(
         body,
         place,
-        functools.partial(_scratch, blocks=blocks, queries=queries, width=queries * group, writes=call.writes),
+        functools.partial(
+            _scratch, blocks=blocks, shares=shares, queries=queries, width=queries * group, writes=call.writes
+        ),
+        shares=shares,
     )
 
 
@@ -237,9 +243,21 @@ class _Scratch(NamedTuple):
     write_semaphores: Any = None
 
 
-def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, blocks: Blocks, queries: int, width: int, writes: bool):
-    """The kernel's scratch for inputs q and cache, and rows of `width` queries."""
-    rows, heads, _, size = q.shape
+def _scratch(
+    q: jax.Array,
+    cache: Sequence[jax.Array],
+    *,
+    blocks: Blocks,
+    shares: int,
+    queries: int,
+    width: int,
+    writes: bool,
+):
+    """The kernel's scratch for inputs q and cache, of which a core takes a share of the heads, and rows of `width`
+    queries."""
+    (rows, _, _, size), of_core = q.shape, lambda shape, dim: (*shape[:dim], shape[dim] // shares, *shape[dim + 1 :])
+    q, *cache = (jax.ShapeDtypeStruct(of_core(x.shape, dim), x.dtype) for x, dim in ((q, 1), *((x, 2) for x in cache)))
+    heads = q.shape[1]
     scaled = cache[-1].ndim < cache[0].ndim
     buffers = blocks.buffers + (scaled and writes)
     scratch = _Scratch(
@@ -265,6 +283,16 @@ def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, blocks: Blocks, querie
     return scratch._replace(owners=owners, **writer_scratch(cache, buffers, queries))
 
 
+def _of_core(inputs: Inputs, outputs: Outputs, core: jax.Array, heads: int) -> tuple[Inputs, Outputs]:
+    """What a core reads and writes: its share of `heads` KV heads."""
+    share = pl.ds(core * heads, heads)
+    caches = [tuple(x.at[:, :, share] for x in part.cache) for part in (inputs, outputs)]
+    return (
+        inputs._replace(q=inputs.q.at[:, share], cache=caches[0]),
+        Outputs(outputs.out.at[:, share], outputs.lse.at[:, core], caches[1]),
+    )
+
+
 def _kernel(
     scalars: Scalars,
     inputs: Inputs,
@@ -277,6 +305,7 @@ def _kernel(
     key_lanes,
     scaled,
     writes,
+    shares,
     queries,
     group,
     scale,
@@ -284,6 +313,8 @@ def _kernel(
     softcap,
 ):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2."""
+    if shares > 1:
+        inputs, outputs = _of_core(inputs, outputs, pl.program_id(0), scratch.acc.shape[0])
     in_hbm = outputs.cache if writes else inputs.cache  # the same memory
     sinks_ref, mask_ref, q_buf, counts, state = inputs.sinks, inputs.mask, scratch.q, scratch.counts, scratch.state
     products_ref, top_ref, sum_ref, acc_ref = scratch.products, scratch.top, scratch.sum, scratch.acc
@@ -316,7 +347,7 @@ def _kernel(
     # Blocks behind this one that have arrived: cells of the second are quantised while products are made.
     ahead = 2 if writes and scaled else 1
     exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
-    row, rows = pl.program_id(0), stream.rows
+    row, rows = pl.program_id(int(shares > 1)), stream.rows
     length = stream.length(row)
     dead = [length == 0] * heads
 

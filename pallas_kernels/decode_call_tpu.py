@@ -98,6 +98,7 @@ class Kernel:
     pages: Pages
     scratch: Callable[[jax.Array, Sequence[jax.Array]], Any]
     together: int = 1
+    shares: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,18 +189,22 @@ class Call:
 
     def _outputs(self, kernel: Kernel, scalars: Scalars, inputs: Inputs) -> Outputs:
         rows, queries, heads, group, size = self.shape
-        width, in_hbm, some = queries * group, pl.BlockSpec(memory_space=pl.ANY), kernel.together
+        width, in_hbm, some, shares = queries * group, pl.BlockSpec(memory_space=pl.ANY), kernel.together, kernel.shares
+        split = shares > 1
         specs = Inputs(in_hbm, (in_hbm,) * len(inputs.cache))
         if some > 1:  # where XLA has brought the queries to VMEM, they are read in place
             specs = specs._replace(q=pl.BlockSpec((some, *inputs.q.shape[1:]), lambda b, _: (b, 0, 0, 0)))
         if inputs.sinks is not None:
-            specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
+            share = lambda *at: (at[0] if split else 0, 0, 0)  # noqa: E731
+            specs = specs._replace(sinks=pl.BlockSpec((heads // shares, width, LANES), share))
         if inputs.mask is not None:
-            specs = specs._replace(mask=pl.BlockSpec((some, width, LANES), lambda b, _: (b, 0, 0)))
+            specs = specs._replace(mask=pl.BlockSpec((some, width, LANES), lambda *at: (at[split], 0, 0)))
         targets = inputs.cache if self.writes else ()
         shapes = Outputs(
             jax.ShapeDtypeStruct((rows // some, some * heads, width, size), inputs.q.dtype),
-            jax.ShapeDtypeStruct((rows // some, some * heads, LANES), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (rows, shares, heads // shares, LANES) if split else (rows // some, some * heads, LANES), jnp.float32
+            ),
             tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets),
         )
         first_target = len(jax.tree.leaves(scalars)) + 1
@@ -207,7 +212,7 @@ class Call:
             kernel.body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(rows // some,),
+                grid=(shares, rows) if split else (rows // some,),
                 in_specs=(specs,),
                 out_specs=(Outputs(in_hbm, in_hbm, (in_hbm,) * len(targets)),),
                 scratch_shapes=[kernel.scratch(inputs.q, inputs.cache)],
@@ -216,7 +221,9 @@ class Call:
             input_output_aliases={first_target + n: 2 + n for n in range(len(targets))},
             # Checks triple what it takes to start a copy; streams and the clipped table keep copies in bounds.
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True
+                dimension_semantics=("parallel", "arbitrary")[1 - split :],
+                disable_bounds_checks=True,
+                disable_semaphore_checks=True,
             ),
             cost_estimate=self._cost(inputs),
             interpret=self.interpret,

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import KvCache
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu, decode_rows_tpu
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from tests.helpers.attention_calls import decode_attention, on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 from tests.helpers.kernels import copies_of, on_backends
@@ -181,6 +182,8 @@ FURTHER_RACES = [
     *((name, "on_wait") for name in ("pages", "short rows of six steps", "short rows, full rings")),
     *(("short rows, rings of pages, several written", mode) for mode in ("on_wait", "eager")),
 ]
+# With two cores, each of which takes a head.
+SHARED = ("ring, large logits", "a tree of new tokens", "several written to a ring of pages")
 # The search for races compares what these compute with products of two rows.
 RACED_SIDE_BY_SIDE = (
     *("short rows of six steps", "short rows in a ring of pages, a tree, keys that are values"),
@@ -300,6 +303,16 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys, monkeypatch):
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES | SHORT_CASES)[name]
     check_on_tpu(case, params)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_two_cores_share_the_heads(name, capsys):
+    """Sinks, masks and new cells are those of a core's heads."""
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
+    with planning_for("v5p"):
+        check_on_tpu((CASES | MORE_CASES | WRITING_CASES)[name], params)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
