@@ -58,11 +58,12 @@ def measure(run: Path, rows: Sequence[list[int]], dtype: str | None) -> Iterator
     """The lines of a run."""
     settings = json.loads((run / "training" / "settings.json").read_text(encoding="utf-8"))
     preset, seed, length = settings["preset"], settings["seed"], len(rows[0])
-    mean = core_steps(preset)
+    mean = settings.get("core_steps") or core_steps(preset)
     injection = "" if settings["injection"] == "diagonal" else f", {settings['injection']} injection"
     long = f"{settings['minutes']:g} minutes" if settings["minutes"] else f"{settings['steps']} steps"
     width = "" if settings["width"] == Settings.width else f", width {settings['width']}"
     norm = ", normed states" if settings.get("state_norm") else ""
+    norm += f", {mean} steps" if settings.get("core_steps") else ""
     name = f"{preset}{width}{injection}{norm}, learning rate {settings['learning_rate']:g}, {long}"
     result = json.loads((run / "training" / "result.json").read_text(encoding="utf-8"))
     if result["diverged"]:

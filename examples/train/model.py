@@ -47,11 +47,13 @@ def config_of(
     length: int = 512,
     injection: str = "diagonal",
     state_norm: bool = False,
+    steps: int = 0,
 ) -> dict:
-    """The config.json of a preset."""
+    """The config.json of a preset. steps: how often the core runs, if not as the preset says."""
     if preset in LANES:
         return lane_config(preset, vocab, width, length)
-    return loop_config(preset, vocab, width, length, injection) | {"state_norm": state_norm}
+    changed = {"state_norm": state_norm} | ({"mean_recurrence": steps} if steps else {})
+    return loop_config(preset, vocab, width, length, injection) | changed
 
 
 def lane_config(preset: str, vocab: int, width: int, length: int) -> dict:

@@ -41,8 +41,8 @@ HELD_OUT = 64  # rows that the curve's held-out loss is of
 class Settings:
     """What decides what is learned. steps: of the optimizer; 0: as many as `minutes` allow. batch: rows of a step, over
     all devices. learning_rate: the highest one. fading: of the core's state at a step, at first. state_norm: the state
-    is normed after each step. spread: how much the number of the core's steps varies, see `draw_steps`. dtype: of
-    products; weights are float32."""
+    is normed after each step. core_steps: how often the core runs on average; 0: as the preset says. spread: how much
+    that number varies, see `draw_steps`. dtype: of products; weights are float32."""
 
     preset: str = "b"
     seed: int = 0
@@ -56,6 +56,7 @@ class Settings:
     injection: str = "diagonal"
     fading: float = FADING
     state_norm: bool = False
+    core_steps: int = 0
     spread: float = 0.0
     dtype: str = "bfloat16"
 
@@ -76,12 +77,19 @@ class Settings:
             raise ConfigurationError(
                 f"preset {self.preset} repeats no layers, so it has no state: leave state_norm out"
             )
+        if self.core_steps and (core_steps(self.preset) == 1 or self.core_steps < 2):
+            raise ConfigurationError("core_steps, 2 at least, is for preset b alone: others repeat no layers")
         if not 0 <= self.spread <= 2:
             raise ConfigurationError(f"the numbers of steps spread by 0 to 2, got {self.spread}")
         if self.spread and core_steps(self.preset) == 1:
             raise ConfigurationError(f"preset {self.preset} repeats no layers, so it takes no --spread: leave it out")
         if not 0 < self.learning_rate < 1:
             raise ConfigurationError(f"the learning rate is between 0 and 1, got {self.learning_rate}")
+
+    @property
+    def mean_steps(self) -> int:
+        """How often the core runs on average."""
+        return self.core_steps or core_steps(self.preset)
 
     @property
     def warmup(self) -> int:
@@ -150,7 +158,7 @@ class Run:
     def hf(self) -> dict[str, Any]:
         s = self.settings
         vocab = self.data.tokenizer.vocab_size
-        options = {"injection": s.injection, "state_norm": s.state_norm}
+        options = {"injection": s.injection, "state_norm": s.state_norm, "steps": s.core_steps}
         return config_of(s.preset, vocab, width=s.width, length=s.length, **options)
 
     @cached_property
@@ -179,7 +187,7 @@ class Run:
         """Of a step: its rows, how often the core runs (the same for all rows), and the learning rate."""
         settings = self.settings
         rng = np.random.default_rng((settings.seed, number))
-        count = draw_steps(core_steps(settings.preset), settings.spread, rng)
+        count = draw_steps(settings.mean_steps, settings.spread, rng)
         rows = rows_of_step(self.data.rows, number, settings.batch, settings.seed)
         return self.shared(rows), np.int32(count), np.float32(settings.rate(number))
 
@@ -213,7 +221,7 @@ class Run:
         """The loss on the first rows that are held out, with as many steps of the core as in training on average."""
         settings, rows = self.settings, self.data.held_out[:HELD_OUT]
         rows = np.resize(rows, (-(-len(rows) // settings.batch) * settings.batch, rows.shape[1]))
-        mean = np.int32(core_steps(settings.preset))
+        mean = np.int32(settings.mean_steps)
         parts = [
             self.measured(weights, self.shared(part), mean) for part in np.split(rows, len(rows) // settings.batch)
         ]
@@ -243,7 +251,8 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
     file, prepared = out / "training" / "settings.json", data or out.parent / "data"
     run = Run(settings, prepare(texts, prepared, settings.vocab, settings.length), out, **options)
     if file.exists():
-        before = {"fading": FADING, "state_norm": False, "spread": 0.0} | json.loads(file.read_text(encoding="utf-8"))
+        defaults = {"fading": FADING, "state_norm": False, "core_steps": 0, "spread": 0.0}  # of older runs
+        before = defaults | json.loads(file.read_text(encoding="utf-8"))
         steps = before["steps"] if not settings.steps else settings.steps
         if before != asdict(settings) | {"steps": steps}:
             raise ConfigurationError(f"{out} has a run with other settings, {before}: give these, or another directory")
@@ -291,6 +300,7 @@ def main() -> None:
     parser.add_argument("--injection", choices=("diagonal", "linear", "add"), default="diagonal", help="of preset b")
     parser.add_argument("--fading", type=float, default=FADING, help="of the core's state at a step, at first")
     parser.add_argument("--state-norm", action="store_true", help="norm the core's state after each step")
+    parser.add_argument("--core-steps", type=int, default=0, help="of the core on average; default: 8")
     parser.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the number of the core's steps")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products; float32 on CPUs")
     length = parser.add_mutually_exclusive_group()

@@ -214,6 +214,8 @@ def test_a_loss_that_is_no_number_ends_the_run(texts, tmp_path, monkeypatch):
         ({"fading": 1.0}, "between 0 and 1, got 1.0"),
         ({"preset": "c", "fading": 0.7}, "only preset b"),
         ({"preset": "a", "state_norm": True}, "so it has no state"),
+        ({"core_steps": 1}, "2 at least"),
+        ({"preset": "c", "core_steps": 4}, "for preset b alone"),
         ({"spread": -0.5}, "spread by 0 to 2, got -0.5"),
         ({"preset": "c", "spread": 0.5}, "preset c repeats no layers, so it takes no --spread"),
         ({"learning_rate": math.nan}, "between 0 and 1, got nan"),
