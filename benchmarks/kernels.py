@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from inferlib.aot.compile import CompileError
 from inferlib.targets import Target, parse_target
 from inferlib.tuning.kernel_cases import CASES, FIXED, RINGS, check_devices, chosen_cases
 from inferlib.tuning.kernels import KernelCompiler
@@ -58,10 +59,15 @@ def main() -> None:
 
 def _of_target(target: Target, kernel: str, names: Sequence[str]) -> list[dict[str, Any]]:
     with KernelCompiler(target) as compiler:
-        return [
-            {**measured(compiler, kernel, name), "compile_seconds": compiler.compile_seconds(ALL[kernel][name])}
-            for name in names
-        ]
+        return [_line(compiler, kernel, name) for name in names]
+
+
+def _line(compiler: KernelCompiler, kernel: str, name: str) -> dict[str, Any]:
+    """`measured` and the time to compile, or why this generation does not run the case."""
+    try:
+        return {**measured(compiler, kernel, name), "compile_seconds": compiler.compile_seconds(ALL[kernel][name])}
+    except CompileError as error:
+        return {"target": compiler.target.name, "kernel": kernel, "case": name, "refused": str(error)}
 
 
 def measured(compiler: KernelCompiler, kernel: str, name: str) -> dict[str, Any]:
@@ -87,7 +93,12 @@ def _show(kernel: str, lines: list[dict[str, Any]]) -> None:
     table = Table(title=f"{kernel}: R (r), as multiples of the floor; bytes / floor; microseconds")
     for column in ("case", "target", "R", "(r)", "cycles", "bytes / floor", "floor", "bundles", "compiled in"):
         table.add_column(column, justify="left" if column in ("case", "target") else "right")
+    notes: list[str] = []
     for line in sorted(lines, key=lambda line: list(ALL[kernel]).index(line["case"])):
+        if refused := line.get("refused"):
+            table.add_row(line["case"], line["target"], "-")
+            notes.append(f"{line['case']} on {line['target']}: {refused}")
+            continue
         table.add_row(
             line["case"],
             line["target"],
@@ -99,7 +110,7 @@ def _show(kernel: str, lines: list[dict[str, Any]]) -> None:
             str(line["bundles"]),
             f"{line['compile_seconds']:.1f} s",
         )
-    Console(width=None if Console().is_terminal else 120).print(table)
+    Console(width=None if Console().is_terminal else 120).print(table, *notes, sep="\n")
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ from inferlib import LLM, SamplingParams
 from inferlib.distillation.texts import read_texts
 
 _TEXT = """The harbour office closes at six in the evening, and ships that arrive later have to wait outside until the
-next morning. Captains who know the coast well prefer to anchor behind the northern island, because the water there is calm
-even in winter. Last year, more than forty ships spent at least one night in that bay. The office charges nothing for
-it, but it asks every captain to report the name of the ship, the number of people on board, and the goods that it
-carries. Fishing boats are an exception. They may enter at any hour, as long as they keep to the eastern channel and
-show a green light. The old lighthouse was repaired in spring. Its lamp now turns once in ten seconds and can be seen
-from a distance of eighteen miles. The keeper, who had lived in the tower for thirty years, moved to a small house near
-the market. He still climbs the stairs twice a week to clean the glass. Visitors can join him on Saturdays if they send
-a letter to the office at least three days before.""".replace("\n", " ")
+next morning. Captains who know the coast well prefer to anchor behind the northern island, because the water there
+is calm even in winter. Last year, more than forty ships spent at least one night in that bay. The office charges
+nothing for it, but it asks every captain to report the name of the ship, the number of people on board, and the
+goods that it carries. Fishing boats are an exception. They may enter at any hour, as long as they keep to the
+eastern channel and show a green light. The old lighthouse was repaired in spring. Its lamp now turns once in ten
+seconds and can be seen from a distance of eighteen miles. The keeper, who had lived in the tower for thirty years,
+moved to a small house near the market. He still climbs the stairs twice a week to clean the glass. Visitors can
+join him on Saturdays if they send a letter to the office at least three days before.""".replace("\n", " ")
 _ERRORS = {"evening": "evning", "because": "becaus", "people": "peple", "distance": "distence", "Visitors": "Vistors"}
 _MISSPELT = functools.reduce(lambda text, error: text.replace(*error), _ERRORS.items(), _TEXT)
 TASKS = {
