@@ -87,6 +87,16 @@ def default_blocks(
     return Blocks(block, part)
 
 
+def _shares(heads: int, scaled: bool) -> int:
+    """How many cores share the KV heads. A share of their scales would begin within a tile of memory."""
+    return 1 if scaled else math.gcd(heads, cores())
+
+
+def _part(shape: tuple[int, ...], dim: int, shares: int) -> tuple[int, ...]:
+    """The shape of a core's share of the heads, which lie along `dim`."""
+    return (*shape[:dim], shape[dim] // shares, *shape[dim + 1 :])
+
+
 def _unit(slots: int, columns: int | None, seen: int | None, scaled: bool) -> int:
     """Scales are tiled by 128 positions."""
     return unit_of(slots, columns, LANES if seen is None or scaled else LANES // 2)
@@ -124,8 +134,9 @@ def unsupported(
     table = 4 * q.shape[0] * (columns or 0)
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {columns} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    arrays, seen = 1 if v is None else 2, window and window + queries - 1
-    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, dtype.itemsize, columns, seen)
+    arrays, seen, shares = 1 if v is None else 2, window and window + queries - 1, _shares(q.shape[2], scales)
+    q = jax.ShapeDtypeStruct(_part(q.shape, 2, shares), q.dtype)
+    blocks = blocks or default_blocks(q.shape, _part(k.shape[-3:], 0, shares), arrays, dtype.itemsize, columns, seen)
     if blocks.block % (unit := _unit(slots, columns, window, scales)):
         return f"blocks of {blocks.block} positions do not divide into units of {unit}"
     need = _vmem_bytes(q, k, arrays, scales, new, blocks)
@@ -186,10 +197,9 @@ def kernel_of(call: Call, blocks: Blocks | None = None) -> Kernel:
 
 def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
     """The kernel that runs row by row."""
-    (rows, queries, heads, group, size), cache = call.shape, call.cache
-    # A share of scales would begin within a tile of memory.
-    shares = 1 if cache.scaled else math.gcd(heads, cores())
-    shape, cells = (rows, queries, heads // shares, group, size), (heads // shares, *cache.k.shape[-2:])
+    (_, queries, heads, group, _), cache = call.shape, call.cache
+    shares = _shares(heads, cache.scaled)
+    shape, cells = _part(call.shape, 2, shares), _part(cache.k.shape[-3:], 0, shares)
     blocks = blocks or default_blocks(shape, cells, call.arrays, cache.k.dtype.itemsize, cache.columns, call.seen)
     unit = _unit(call.slots, cache.columns, call.seen, cache.scaled)
     place = Pages(call.slots, cache.columns, cache.ring, call.seen, unit, blocks.block)
@@ -255,9 +265,9 @@ def _scratch(
 ):
     """The kernel's scratch for inputs q and cache, of which a core takes a share of the heads, and rows of `width`
     queries."""
-    (rows, _, _, size), of_core = q.shape, lambda shape, dim: (*shape[:dim], shape[dim] // shares, *shape[dim + 1 :])
-    q, *cache = (jax.ShapeDtypeStruct(of_core(x.shape, dim), x.dtype) for x, dim in ((q, 1), *((x, 2) for x in cache)))
-    heads = q.shape[1]
+    q = jax.ShapeDtypeStruct(_part(q.shape, 1, shares), q.dtype)
+    cache = [jax.ShapeDtypeStruct(_part(x.shape, 2, shares), x.dtype) for x in cache]
+    rows, heads, _, size = q.shape
     scaled = cache[-1].ndim < cache[0].ndim
     buffers = blocks.buffers + (scaled and writes)
     scratch = _Scratch(

@@ -195,8 +195,8 @@ class Call:
         if some > 1:  # where XLA has brought the queries to VMEM, they are read in place
             specs = specs._replace(q=pl.BlockSpec((some, *inputs.q.shape[1:]), lambda b, _: (b, 0, 0, 0)))
         if inputs.sinks is not None:
-            share = lambda *at: (at[0] if split else 0, 0, 0)  # noqa: E731
-            specs = specs._replace(sinks=pl.BlockSpec((heads // shares, width, LANES), share))
+            of_share = pl.BlockSpec((heads // shares, width, LANES), lambda *at: (at[0] if split else 0, 0, 0))
+            specs = specs._replace(sinks=of_share)
         if inputs.mask is not None:
             specs = specs._replace(mask=pl.BlockSpec((some, width, LANES), lambda *at: (at[split], 0, 0)))
         targets = inputs.cache if self.writes else ()
