@@ -18,7 +18,8 @@ _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _MEMBERS = r"\{\{[\d,{}]+\}\}|mesh\[.*?\] \{[^{}]*\}"
 _COLLECTIVE = re.compile(rf"= (\(?[^=]*?\)?) ({_KINDS})\(.*?(?:replica_groups|source_target_pairs)=({_MEMBERS})")
 _ARRAY = re.compile(r"(?:f32|s32|u32)\[([\d,]*)\]")
-_CALL = re.compile(r"(?:condition|body|calls|to_apply)=%([\w.-]+)")
+_CALL = re.compile(r"(?:condition|body|calls|to_apply|true_computation|false_computation)=%([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{%([^}]*)\}")
 
 Collectives = Counter[tuple[str, str, int]]
 
@@ -28,7 +29,7 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
 
     XLA merges reductions and gathers that do not wait for each other into one over several arrays: every array counts;
     those of an all-to-all are its parts. The body of a loop counts as often as it runs, or once where that is not
-    known.
+    known, and both branches of a condition count.
     """
     groups, result, calls = _groups(mesh), {}, {}
     name = entry = ""
@@ -45,9 +46,10 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
                 sizes = [sum(sizes)]
             for nbytes in sizes:
                 result[name][kind, axis, nbytes * (count if kind == "reduce-scatter" else 1)] += 1
-        elif " while(" in line or " call(" in line or " fusion(" in line:
+        elif re.search(r" (while|call|fusion|conditional)\(", line):
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            calls[name] += [(called, int(trips[1]) if trips else 1) for called in _CALL.findall(line)]
+            branches = [branch for some in _BRANCHES.findall(line) for branch in some.split(", %")]
+            calls[name] += [(called, int(trips[1]) if trips else 1) for called in _CALL.findall(line) + branches]
 
     def total(computation: str) -> Collectives:
         counts = Counter(result[computation])

@@ -48,7 +48,8 @@ def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
         ProgramKey("sample", rows, MAX_LEN),
     ):
         counts = assert_collectives_equal(programs, key)
-        assert bool(counts) == (parallel != "dp=2")  # replicas have nothing to say but in a loop
+        # All that replicas say is whether any row has a top_k, and whether any has a top_p.
+        assert parallel != "dp=2" or counts == {("all-reduce", "data", 2 * 4): 1}
 
 
 @pytest.mark.slow
