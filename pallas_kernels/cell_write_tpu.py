@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 from inferlib.pallas_kernels.block_stream_tpu import BlockStream
 from inferlib.pallas_kernels.row_stream_tpu import WRITTEN_ALIKE, RowStream
@@ -30,7 +31,7 @@ def tiles_of(cells: int, tile: int) -> int:
     return (cells + tile - 2) // tile + 1
 
 
-def writer_scratch(cache: Sequence[jax.Array], buffers: int, cells: int, together: int = 1) -> dict[str, Any]:
+def writer_scratch(cache: Sequence[Shaped], buffers: int, cells: int, together: int = 1) -> dict[str, Any]:
     """A `CellWriter`'s scratch, for a cache's arrays [L, N, K, S, ...], `cells` new cells of a row, and `together`
     buffers that are waited for together."""
     tiles = [tile_of(x.ndim, x.dtype) for x in cache]

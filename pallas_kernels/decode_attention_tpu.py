@@ -254,8 +254,8 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(
-    q: jax.Array,
-    cache: Sequence[jax.Array],
+    q: Shaped,
+    cache: Sequence[Shaped],
     *,
     blocks: Blocks,
     shares: int,
