@@ -92,7 +92,9 @@ def lay_out(
 class Kernel:
     """A kernel that can run a call. body: a function of scalars, inputs, outputs and scratch. pages: how it reads the
     cache. scratch: its scratch, of q and the cache's arrays as `Inputs` has them. together: rows of a grid step, which
-    are as more heads to it: outputs are [B / together, together * K, ...]."""
+    are as more heads to it: outputs are [B / together, together * K, ...]. shares: equal parts of the KV heads, one for
+    each core. If there are several, the grid is (shares, B), and lse [B, shares, K / shares, 128], as a part has to
+    begin with a tile of memory; several shares and several rows of a step exclude each other."""
 
     body: Callable[..., None]
     pages: Pages

@@ -63,8 +63,8 @@ def measure(run: Path, rows: Sequence[list[int]], dtype: str | None) -> Iterator
     long = f"{settings['minutes']:g} minutes" if settings["minutes"] else f"{settings['steps']} steps"
     width = "" if settings["width"] == Settings.width else f", width {settings['width']}"
     norm = ", normed states" if settings.get("state_norm") else ""
-    norm += f", {mean} steps" if settings.get("core_steps") else ""
-    name = f"{preset}{width}{injection}{norm}, learning rate {settings['learning_rate']:g}, {long}"
+    core = f", core {mean} times" if settings.get("core_steps") else ""
+    name = f"{preset}{width}{injection}{norm}{core}, learning rate {settings['learning_rate']:g}, {long}"
     result = json.loads((run / "training" / "result.json").read_text(encoding="utf-8"))
     if result["diverged"]:
         yield Measured(name, f"diverged at step {result['step']}", seed, np.nan, np.nan)

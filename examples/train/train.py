@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Settings:
                 f"preset {self.preset} repeats no layers, so it has no state: leave state_norm out"
             )
         if self.core_steps and (core_steps(self.preset) == 1 or self.core_steps < 2):
-            raise ConfigurationError("core_steps, 2 at least, is for preset b alone: others repeat no layers")
+            raise ConfigurationError("core_steps is 2 at least, and for preset b alone: leave it out of others")
         if not 0 <= self.spread <= 2:
             raise ConfigurationError(f"the numbers of steps spread by 0 to 2, got {self.spread}")
         if self.spread and core_steps(self.preset) == 1:
@@ -251,7 +251,7 @@ def open_run(texts: Path, out: Path, settings: Settings, *, data: Path | None = 
     file, prepared = out / "training" / "settings.json", data or out.parent / "data"
     run = Run(settings, prepare(texts, prepared, settings.vocab, settings.length), out, **options)
     if file.exists():
-        defaults = {"fading": FADING, "state_norm": False, "core_steps": 0, "spread": 0.0}  # of older runs
+        defaults = {field.name: field.default for field in fields(Settings)}  # of fields that older runs lack
         before = defaults | json.loads(file.read_text(encoding="utf-8"))
         steps = before["steps"] if not settings.steps else settings.steps
         if before != asdict(settings) | {"steps": steps}:

@@ -278,13 +278,18 @@ def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE)
     # Among floats that are at least 0, the order of the values is the order of their bits.
     bits, least = lax.bitcast_convert_type(distance, jnp.int32), -jnp.log(params.min_p)[:, None]
     uses_k, uses_p = params.top_k > 0, params.top_p < 1
-    any_k, any_p = vocabulary.shards.max(jnp.stack([uses_k.any(), uses_p.any()]).astype(jnp.int32), axes.ROWS) > 0
+
+    def needed() -> jax.Array:  # of any replica: they stay in step
+        return vocabulary.shards.max(jnp.stack([uses_k.any(), uses_p.any()]).astype(jnp.int32), axes.ROWS) > 0
+
+    always = partial(jnp.ones, 2, jnp.bool_)  # where nothing branches, replicas need not ask each other
+    any_k, any_p = by_platform(cuda=always, neuron=always, default=needed)
 
     def one(bits: jax.Array) -> jax.Array:
         return jnp.ones(bits.shape, jnp.float32)
 
     top_k = jnp.where(uses_k, params.top_k, jnp.inf)[:, None]
-    last = _searched(any_k, lambda: _threshold(bits, one, top_k, vocabulary), top_k)
+    last = _searched(any_k, lambda: _threshold(bits, one, top_k, vocabulary), len(bits))
 
     def mass(bits: jax.Array) -> jax.Array:
         distance = lax.bitcast_convert_type(bits, jnp.float32)
@@ -294,11 +299,11 @@ def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE)
         target = params.top_p[:, None] * vocabulary.sum(mass(bits))
         return _threshold(bits, mass, jnp.where(uses_p[:, None], target, jnp.inf), vocabulary)
 
-    last = jnp.minimum(last, _searched(any_p, nucleus, top_k))
+    last = jnp.minimum(last, _searched(any_p, nucleus, len(bits)))
     return (distance <= least) & (bits <= last)
 
 
-def _searched(needed: jax.Array, search: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+def _searched(needed: jax.Array, search: Callable[[], jax.Array], rows: int) -> jax.Array:
     """The threshold [N, 1] that `search` finds, or `_ALL` without a search if no row needs one.
 
     GPUs always search: at a branch they wait for the host. Trainium has no branches. XLA would turn a branch of cheap
@@ -307,7 +312,7 @@ def _searched(needed: jax.Array, search: Callable[[], jax.Array], like: jax.Arra
 
     def branch() -> jax.Array:
         return lax.cond(
-            needed, lambda: lax.optimization_barrier(search()), lambda: jnp.full(like.shape, _ALL, jnp.int32)
+            needed, lambda: lax.optimization_barrier(search()), lambda: jnp.full((rows, 1), _ALL, jnp.int32)
         )
 
     return by_platform(cuda=search, neuron=search, default=branch)
