@@ -2,11 +2,12 @@
 
     python benchmarks/speculation.py --batch 1,2 --temperature 0,0.8
 
-The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
-prompt. All engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
-best of --runs. A model's own chat template makes the prompts. With --texts, a file as `inferlib distill` takes it, it
-also continues the beginnings of texts that are held out, as a base model would. "CPU ms" is the time of all cores for
-a token, which other work on the machine changes less.
+The model edits and summarises a text (by default SmolLM2-135M with its real weights): much of what it writes is in the
+prompt. In "edit again" and "summarise again" a chat goes on: the prompt has answers that were changed on request, and
+another change is asked for. All engines serve the same requests, in turns, and must return the same tokens; each row of
+the table is the best of --runs. A model's own chat template makes the prompts. With --texts, a file as `inferlib
+distill` takes it, it also continues the beginnings of texts that are held out, as a base model would. "CPU ms" is the
+time of all cores for a token, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +39,38 @@ moved to a small house near the market. He still climbs the stairs twice a week 
 join him on Saturdays if they send a letter to the office at least three days before.""".replace("\n", " ")
 _ERRORS = {"evening": "evning", "because": "becaus", "people": "peple", "distance": "distence", "Visitors": "Vistors"}
 _MISSPELT = functools.reduce(lambda text, error: text.replace(*error), _ERRORS.items(), _TEXT)
+_SENTENCES = [f"{sentence}." for sentence in _TEXT.rstrip(".").split(". ")]
+_SUMMARY = " ".join(_SENTENCES[at] for at in (0, 1, 3, 5, 6, 8, 9, 10))
+_SHORTER = " ".join(_SENTENCES[at] for at in (0, 1, 3, 5, 6, 8, 9))
+_QUOTE = f"Summarise this text by quoting its most important sentences:\n\n{_TEXT}"
+_CORRECT = f"Correct the spelling of this text:\n\n{_MISSPELT}"
+# Chats, each of what the user and the model say in turn.
 TASKS = {
     "edit": [
-        f"Correct the spelling of this text:\n\n{_MISSPELT}",
-        f"Write a list of all sentences of this text:\n\n{_TEXT}",
+        [_CORRECT],
+        [f"Write a list of all sentences of this text:\n\n{_TEXT}"],
     ],
     "summarise": [
-        f"{_TEXT}\n\nSummarise the text above by quoting its most important sentences.",
-        f"Summarise this text in three sentences:\n\n{_TEXT}",
+        [f"{_TEXT}\n\nSummarise the text above by quoting its most important sentences."],
+        [f"Summarise this text in three sentences:\n\n{_TEXT}"],
+    ],
+    "edit again": [
+        [_CORRECT, _TEXT, "Write it again, with 'Saturdays' changed to 'Sundays'."],
+        [
+            _CORRECT,
+            _TEXT.replace("spring", "sprng"),
+            "You missed one error: 'sprng'. Correct that too, and write the whole text again.",
+        ],
+    ],
+    "summarise again": [
+        [
+            _QUOTE,
+            _SUMMARY,
+            "Write the summary again, with 'Fishing boats' changed to 'Small boats'.",
+            _SUMMARY.replace("Fishing", "Small"),
+            "Write the summary again, with 'spring' changed to 'autumn'.",
+        ],
+        [_QUOTE, _SUMMARY, "Leave out its last sentence.", _SHORTER, "Leave out its first sentence."],
     ],
 }
 
@@ -66,10 +92,15 @@ def beginnings(file: Path, count: int = 6, characters: int = 700) -> list[str]:
     return [text[:characters] for text in texts[:: max(len(texts) // count, 1)][:count]]
 
 
-def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int, chat: bool) -> Run:
-    """Answer the texts, or continue them if this is no chat; the cache is empty before."""
+def messages(chat: list[str]) -> list[dict[str, str]]:
+    """A chat as `LLM.chat_prompt` takes it."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, chat, strict=False)]
+
+
+def run(llm: LLM, prompts: Sequence[str | list[int]], params: SamplingParams, batch: int) -> Run:
+    """Continue the prompts; the cache is empty before."""
     llm.engine.forget_prefixes()
-    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
     outputs, stats = [], llm.engine.stats
     saved, cpu, start = stats.accepted_drafts, time.process_time(), time.perf_counter()
     for first in range(0, len(prompts), batch):
@@ -89,7 +120,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,2", help="requests at a time")
     parser.add_argument("--temperature", default="0,0.8")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--max-len", type=int, default=512)
+    parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--dtype")
     parser.add_argument("--texts", type=Path, help="JSON lines, whose held-out texts are continued too")
@@ -104,18 +135,22 @@ def main() -> None:
     table = Table(
         "task", "temperature", "batch", "speculation", "tokens/s", "ratio", "CPU ms", "tokens a step", "equal"
     )
-    tasks = TASKS | ({} if args.texts is None else {CONTINUE: beginnings(args.texts)})
-    for (task, texts), temperature, batch in itertools.product(tasks.items(), temperatures, map(int, batches)):
-        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1, ignore_eos=True)
+    tasks: dict[str, Sequence[str | list[int]]] = {
+        task: [engines[None].chat_prompt(messages(chat)) for chat in chats] for task, chats in TASKS.items()
+    }
+    if args.texts is not None:
+        tasks[CONTINUE] = beginnings(args.texts)
+    for (task, prompts), temperature, batch in itertools.product(tasks.items(), temperatures, map(int, batches)):
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1)
         results: dict[str | None, list[Run]] = {name: [] for name in engines}
         for _ in range(1 + args.runs):  # the first compiles what is missing, and does not count
             for name, llm in engines.items():
-                results[name].append(run(llm, texts, params, batch, chat=task != CONTINUE))
+                results[name].append(run(llm, prompts, params, batch))
         best = {name: max(of_one[1:]) for name, of_one in results.items()}
         for name, one in best.items():
             equal = sum(a == b for a, b in zip(one.tokens, best[None].tokens, strict=True))
             cells = f"{one.rate:.1f}", f"{one.rate / best[None].rate:.2f}", f"{one.cpu:.1f}", f"{one.per_step:.2f}"
-            table.add_row(task, f"{temperature:g}", str(batch), name or "none", *cells, f"{equal} of {len(texts)}")
+            table.add_row(task, f"{temperature:g}", str(batch), name or "none", *cells, f"{equal} of {len(prompts)}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
