@@ -161,6 +161,7 @@ class Engine:
         self._in_flight: deque[tuple[Dispatch, StepOutput, float]] = deque()  # with the time when it was sent
         self._ended: list[Sequence] = []  # on the host, before tokens of theirs were chosen
         self._done, self._compiled = 0.0, 0  # when the last results came, and what was compiled until then
+        self._have_run: set[ProgramKey] = set()
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
@@ -518,8 +519,8 @@ class Engine:
 
     def _oldest(self) -> tuple[Dispatch, Any, float | None]:
         """Wait for the oldest dispatch in flight. Its output is on the host. Also the seconds since the device could
-        begin it; None if something was compiled since the dispatch before: the device may have ended long before the
-        host came to look."""
+        begin it; None if something was compiled since the dispatch before, as the device may have ended long before the
+        host came to look, or if the program ran for the first time, as that can take several times as long."""
         dispatch, on_device, sent = self._in_flight.popleft()
         start = time.perf_counter()
         output = jax.device_get(on_device)
@@ -527,7 +528,9 @@ class Engine:
         begun, self._done = max(sent, self._done), time.perf_counter()
         self.stats.wait_seconds += self._done - start
         before, self._compiled = self._compiled, compilations()
-        seconds = self._done - begun if before == self._compiled else None
+        is_usual = before == self._compiled and dispatch.key in self._have_run
+        seconds = self._done - begun if is_usual else None
+        self._have_run.add(dispatch.key)
         if self.source is not None and dispatch.chunks and seconds is not None:
             self.source.learn(sum(chunk.length for chunk in dispatch.chunks), seconds)
         return dispatch, output, seconds

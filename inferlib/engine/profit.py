@@ -19,6 +19,7 @@ _ALONE = {"cpu": 0.5}  # what a single token's step takes of that: its products 
 _FIRST = 0.6  # of drafts stand, as long as nothing is known
 _PRIOR = 4.0  # how many drafts of its own a row needs to count as much as all rows before it
 _FADING, _OF_ALL, _OF_TIMES = 0.8, 0.05, 0.2
+_LONG = 0.01  # seconds of a step that are many times what the host needs for a dispatch
 _FOLLOWED = 0.5  # of a change of one number's times, on a logarithmic scale, the others follow
 
 
@@ -58,13 +59,18 @@ class Profit:
         """How likely a draft of a sequence stands."""
         return (s.stood + _PRIOR * self.usual) / (s.tried + _PRIOR)
 
+    def has_long_steps(self, mode: Mode, rows: int) -> bool:
+        """Whether steps are known to take so long that a dispatch of one leaves the host time to plan the next."""
+        return any(self._seconds.get((mode, rows, count), 0.0) >= _LONG for count in self.counts)
+
     def seconds(self, mode: Mode, rows: int, count: int) -> float:
-        """An estimate of what a step takes; where no step of such rows was measured, in other units."""
-        if (measured := self._seconds.get((mode, rows, count))) is not None:
-            return measured
+        """An estimate of what a step takes, no more than what one of more drafts does; where no step of such rows was
+        measured, in other units."""
         known = [other for other in self.counts if (mode, rows, other) in self._seconds]
         if not known:
             return self._relative(rows, count)
+        if count in known:
+            return min(self._seconds[mode, rows, other] for other in known if other >= count)
         nearest = min(known, key=lambda other: abs(other - count))
         return self._seconds[mode, rows, nearest] * self._relative(rows, count) / self._relative(rows, nearest)
 

@@ -274,14 +274,18 @@ class Scheduler:
         return self._decode(decoding, unfinished, now, drafts) if unfinished else None
 
     def _steps(self, wanted: int) -> int:
-        """Steps of a decode dispatch where `wanted` are wanted: one if the host has a part in the choice of tokens, and
-        no single step where there is no program of one."""
+        """Steps of a decode dispatch where `wanted` are wanted: one if the host has a part in the choice of tokens, or
+        if steps take so long that each is to have as many drafts as pay; and no single step where there is no program
+        of one."""
         rows, active = self.config.rows, [s for s in self.running.values() if s.may_be_active]
         if any(s.mode == "processed" for s in active):
             return 1
         last = max((s.row % rows for s in active if s.unfinished), default=0)
-        single = pick(self.config.row_buckets, 1 + last) in self.config.one_step_buckets
-        return wanted if single else self.config.decode_steps
+        bucket = pick(self.config.row_buckets, 1 + last)
+        if bucket not in self.config.one_step_buckets:
+            return self.config.decode_steps
+        decides = self.profit is not None and active and self.profit.has_long_steps(self._mode(active), bucket)
+        return 1 if decides else wanted
 
     def _drafts(self, steps: int) -> int:
         """How many tokens a decode dispatch drafts in each step: as many as pay, or none where rows would have to be

@@ -134,7 +134,17 @@ def test_times_of_steps_that_do_not_run_follow_the_others():
     for _ in range(30):
         profit.learn_time(ProgramKey("greedy", 1, 64, 8, drafts=1), 1.0)
     assert 0.9 < profit.seconds("greedy", 1, 1) < 1.1
-    assert 1.5 < profit.seconds("greedy", 1, 0) < 2.5
+    assert profit.seconds("greedy", 1, 0) == profit.seconds("greedy", 1, 1)  # no more than with drafts
+
+
+def test_what_pays_is_decided_for_each_step_where_steps_take_long():
+    profit = Profit(Speculation(tokens=3), "cpu")
+    assert not profit.has_long_steps("greedy", 1)
+    profit.learn_time(ProgramKey("greedy", 1, 64, 8), 0.002)
+    assert not profit.has_long_steps("greedy", 1)
+    profit.learn_time(ProgramKey("greedy", 2, 64, 8, drafts=3), 0.02)
+    assert profit.has_long_steps("greedy", 2)
+    assert not profit.has_long_steps("greedy", 1)
 
 
 def test_full_batches_draft_nothing():
