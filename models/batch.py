@@ -185,6 +185,11 @@ class StepContext:
         return self.shards.gather_for_mlp(self.positions) >= 0
 
     @cached_property
+    def experts_active(self) -> jax.Array:
+        """`mlp_active` of all devices that experts are split over."""
+        return self.shards.gather(self.shards.gather_for_mlp(self.positions), axes.EXPERTS, dim=0) >= 0
+
+    @cached_property
     def rows(self) -> jax.Array:
         """[T] the row of each token."""
         rows, (_, width) = self.batch.chunk_rows, self.batch.chunk_tokens.shape

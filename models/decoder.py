@@ -13,9 +13,10 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.blocks import Block, PreNormBlock, kind_of_block, sums_feed_norms
-from inferlib.models.config import ConfigError, LayerSpec
+from inferlib.models.config import ConfigError, LayerSpec, MoeSpec
 from inferlib.models.depth import Taken
 from inferlib.models.layers.embedding import look_up
+from inferlib.models.layers.exchange import gathers
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -140,8 +141,16 @@ class Decoder(nnx.Module):
     def compute_shared(self, ctx: StepContext) -> None:
         """Compute what the layers of a step share: values that are cached inside a scan's body do not outlive it."""
         _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
+        _ = self.gathers_tokens(ctx) and ctx.experts_active
         _ = ctx.adapters is not None and ctx.mlp_slots
         _ = [ctx.of_level(level).written for level in range(1, 1 + len(ctx.levels))]
+
+    def gathers_tokens(self, ctx: StepContext) -> bool:
+        """Whether experts of some layer take the tokens of all devices."""
+        tokens, dtype = ctx.tokens * ctx.shards.mlp_row_shards, self.final_norm.weight[...].dtype
+        row_bytes = self.config.dim // ctx.shards.size(axes.EMBED) * dtype.itemsize
+        specs = [spec for layer in self.config.layers if isinstance(spec := layer.mlp, MoeSpec)]
+        return any(gathers(spec, tokens, row_bytes, ctx.shards, ctx.backend) for spec in specs)
 
     def must_have(self, feature_layers: tuple[int, ...], mailboxes: Mailboxes | None) -> None:
         """Raise ConfigError if the hidden states after these layers cannot be returned."""

@@ -37,8 +37,8 @@ WEIGHT_BYTES = 4 << 20  # largest block of an expert's weights
 class Experts:
     """The experts of layer `layer` of the stacks gate_up [L, E, 2, D, F] and down [L, E, 1, F, D].
 
-    gate_up_bias [E, 2, F], gate_up_scales [E, 2, F] and down_scales [E, D] are float32 and of this layer alone. The
-    scales belong to weights quantised by channel; a `Weight` has its own.
+    gate_up_bias [L, E, 2, F], gate_up_scales [L, E, 2, F] and down_scales [L, E, D] are stacks too. The scales belong
+    to weights quantised by channel; a `Weight` has its own.
     """
 
     gate_up: jax.Array | Weight
@@ -132,11 +132,10 @@ def expert_mlp(
     _check(x, weights, blocks)
     gate_up, down, dtype, shares = weights.gate_up, weights.down, x.dtype, cores()
     blocks = blocks or default_blocks(x, gate_up, down)
-    (tokens, dim), chosen = x.shape, jnp.any(factors != 0, axis=0)
+    (tokens, dim), chosen = x.shape, jnp.max((factors != 0).astype(jnp.int32), axis=0)
     inputs = _operands(x, factors, weights, interpret)
     x, streams, count = inputs.x, blocks.of(gate_up, down), len(inputs.weights[0])
-    whole, in_place = lambda a: pl.BlockSpec(a.shape, lambda *_: (0, 0)), pl.BlockSpec(memory_space=pl.ANY)
-    specs = jax.tree.map(whole, inputs._replace(weights=()))._replace(weights=((in_place,) * count,) * 2)
+    specs = _Inputs(*map(_whole, inputs[:2]), *map(_of_layer, inputs[2:-1]), _in_place(count))
     out = pl.pallas_call(
         functools.partial(_kernel, weights=streams, activation=activation, scale_input=scale_input, shares=shares),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -155,9 +154,9 @@ def expert_mlp(
         cost_estimate=_cost(x, dim, gate_up, down, read),
         interpret=interpret,
         name="expert_mlp",
-    )(jnp.asarray(weights.layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), inputs)
+    )(jnp.asarray(weights.layer, jnp.int32).reshape(1), chosen, inputs)
     if shares > 1:
-        out = jnp.sum(out.reshape(shares, -1, dim), axis=0).astype(dtype)
+        out = sum(jnp.split(out, shares)).astype(dtype)
     return out[:tokens]
 
 
@@ -172,8 +171,8 @@ def _check(x: jax.Array, weights: Experts, blocks: Blocks | None) -> None:
 
 
 class _Inputs(NamedTuple):
-    """On chip: x [T, D], factors [T, E], gate_up_scales [E * 2, F], down_scales [E, D], gate_up_bias [E * 2, F]. HBM:
-    the arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]."""
+    """On chip: x [T, D], factors [T, E], and of the layer gate_up_scales [E, 2, F], down_scales [E, D] and gate_up_bias
+    [E, 2, F]. HBM: the arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]."""
 
     x: Any
     factors: Any
@@ -205,10 +204,23 @@ def _operands(x: jax.Array, factors: jax.Array, weights: Experts, interpret: boo
     x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
     factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
     stored = tuple(tuple(in_hbm(w, interpret)) for w in (weights.gate_up, weights.down))
-    # A row of float32 can be read wherever it lies.
-    small = (weights.gate_up_scales, weights.down_scales, weights.gate_up_bias)
-    rows = [None if a is None else a.reshape(-1, a.shape[-1]).astype(jnp.float32) for a in small]
-    return _Inputs(x, factors, rows[0], rows[1], rows[2], stored)
+    return _Inputs(x, factors, weights.gate_up_scales, weights.down_scales, weights.gate_up_bias, stored)
+
+
+def _whole(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def _of_layer(stack: jax.Array | None) -> pl.BlockSpec | None:
+    """The current layer of a stack, if there is one."""
+    if stack is None:
+        return None
+    return pl.BlockSpec((None, *stack.shape[1:]), lambda core, layer, *_: (layer[0], *(0,) * (stack.ndim - 1)))
+
+
+def _in_place(count: int) -> tuple[tuple[pl.BlockSpec, ...], ...]:
+    """The specs of `count` arrays of each of both weights."""
+    return ((pl.BlockSpec(memory_space=pl.ANY),) * count,) * 2
 
 
 def _scratch(
@@ -287,13 +299,12 @@ def _kernel(
         both = []
         for part in range(2):
             y = weights[0].product(xs_ref, rooms[0], unpacked[0], piece, buf, part)
-            row = pl.ds(expert * 2 + part, 1)
             if inputs.gate_up_scales is not None:
-                y = y * inputs.gate_up_scales[row, at(piece)]
+                y = y * inputs.gate_up_scales[expert, :, at(piece)][part : part + 1]
             if scale_input:
                 y = y * factor
             if inputs.gate_up_bias is not None:
-                y = y + inputs.gate_up_bias[row, at(piece)]
+                y = y + inputs.gate_up_bias[expert, :, at(piece)].astype(jnp.float32)[part : part + 1]
             both.append(y)
         inner = activation(*both).astype(x_ref.dtype)
         if weights[1].depth > columns:

@@ -31,7 +31,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
 )
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-ROWS = 16  # rows of a tile of bfloat16
+ROWS, HALF_ROWS = 16, 8  # rows of a tile of bfloat16; half as many or fewer take half a tile
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 SCRATCH_BYTES = 14 << 20  # on-chip memory that every call may use
 X_ELEMENTS = 1 << 22  # most elements of x on chip at a time
@@ -50,7 +50,8 @@ class Blocks:
     columns: int
 
     def __post_init__(self):
-        if min(self.rows, self.columns) < 1 or self.rows % ROWS or self.columns % LANES:
+        are_tiles = self.rows > 0 and (self.rows % ROWS == 0 or self.rows == HALF_ROWS)
+        if not are_tiles or self.columns < 1 or self.columns % LANES:
             raise ValueError(f"blocks are multiples of {ROWS} rows and {LANES} columns, not {self}")
 
 
@@ -257,7 +258,7 @@ class _Scratch(NamedTuple):
 
 def _pad(x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | pltpu.InterpretParams) -> _Inputs:
     """The inputs: x and the norm's weight padded to whole tiles and to the weight's inputs."""
-    pad = ((0, -x.shape[0] % ROWS), (0, weight.inputs - x.shape[1]))
+    pad = ((0, -x.shape[0] % (ROWS if x.shape[0] > HALF_ROWS else HALF_ROWS)), (0, weight.inputs - x.shape[1]))
     arrays = weight.values, weight.scales, weight.tops
     if not interpret and not weight.on_chip:  # otherwise XLA would bring a small weight to VMEM
         arrays = jax.tree.map(lambda array: pltpu.with_memory_space_constraint(array, pltpu.HBM), arrays)

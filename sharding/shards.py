@@ -140,6 +140,11 @@ class Shards:
         """All-gather the shards of a logical axis along dimension `dim`."""
         return lax.all_gather(x, over, axis=dim, tiled=True) if (over := self.mesh_axes(name)) else x
 
+    def part(self, x: jax.Array, name: str) -> jax.Array:
+        """This device's rows of what `gather` along the first dimension returned."""
+        rows = x.shape[0] // self.size(name)
+        return lax.dynamic_slice_in_dim(x, self.index(name) * rows, rows) if self.size(name) > 1 else x
+
     def scatter(self, x: jax.Array, name: str) -> jax.Array:
         """Reduce-scatter over a logical axis: each device gets its shard of the sum, along the first dimension."""
         return lax.psum_scatter(x, over, tiled=True) if (over := self.mesh_axes(name)) else x
@@ -215,8 +220,7 @@ class Shards:
 
     def local_rows(self, x: jax.Array) -> jax.Array:
         """This device's rows of the result of `gather_for_mlp`."""
-        rows = x.shape[0] // self.mlp_row_shards
-        return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * rows, rows) if self.mlp_row_shards > 1 else x
+        return self.part(x, axes.MLP) if self.mlp_row_shards > 1 else x
 
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[Device] | None = None) -> Shards:

@@ -98,11 +98,10 @@ def _computed_again(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    ctx: StepContext,
-    layer: jax.Array | None,
+    *others: Any,
 ) -> jax.Array:
     """`Moe.weighted_sum`, of which memory keeps the inputs alone."""
-    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, ctx, layer))(x, experts, weights)
+    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, *others))(x, experts, weights)
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

@@ -167,10 +167,11 @@ def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static:
     gate_up, down = (_stack(w, stacked) for w in (weights.gate_up, weights.down))
     small = {}
     if weights.gate_up_bias is not None:
-        small["gate_up_bias"] = weights.gate_up_bias[layer] if stacked else weights.gate_up_bias
+        small["gate_up_bias"] = weights.gate_up_bias
     if isinstance(weights.gate_up, QuantizedTensor) and isinstance(weights.down, QuantizedTensor):
         for name, scales in (("gate_up_scales", weights.gate_up.scales), ("down_scales", weights.down.scales)):
-            small[name] = scales[layer] if stacked else scales
+            small[name] = scales
+    small = small if stacked else jax.tree.map(lambda a: a[None], small)
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
         experts = expert_mlp_tpu.Experts(gate_up, down, **small, layer=layer)

@@ -17,7 +17,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LaneExchange, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.exit_rules import blocks_of
 from inferlib.models.lanes import Way
-from inferlib.models.layers.exchange import exchange_of, pairs_room, returns_parts
+from inferlib.models.layers.exchange import exchange_of, gathers, pairs_room, returns_parts
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
@@ -115,7 +115,11 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.decoded
     hidden, dtype = (tokens, _width(model)), model.dtype
     if config.mixtures:
-        ledger.gather_for_mlp("which rows are active", (tokens * shards.mlp_row_shards,), np.int32)
+        taken, devices = tokens * shards.mlp_row_shards, shards.size(axes.EXPERTS)
+        ledger.gather_for_mlp("which rows are active", (taken,), np.int32)
+        specs = [spec for layer in config.layers if isinstance(spec := layer.mlp, MoeSpec)]
+        if any(gathers(spec, taken, _width(model) * dtype.itemsize, shards, ledger.backend) for spec in specs):
+            ledger.gather("which rows are active", (axes.EXPERTS,), (taken * devices,), np.int32)
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     if config.per_layer is not None:
         numbers = (tokens, len(config.layers) * config.per_layer.dim)
@@ -221,10 +225,17 @@ def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tok
 
 def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
     """A mixture of experts up to the sum over its width; `tokens` on a device."""
-    chosen = spec.router.chosen
-    ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
-    # Two norms follow experts with separate norms; the two before them take the sum of the residual's norm.
-    _norm(ledger, model, tokens, 2 if spec.separate_norms else int(spec.router.norm_eps is not None))
+    chosen, row_bytes = spec.router.chosen, _width(model) * model.dtype.itemsize
+    is_gathered = gathers(spec, tokens, row_bytes, ledger.shards, ledger.backend)
+    routed = tokens * (ledger.shards.size(axes.EXPERTS) if is_gathered else 1)
+    ledger.reduce("router", (axes.EMBED,), (routed, spec.router.experts), np.float32)
+    if spec.separate_norms:
+        # Two norms follow the experts; the two before them take the sum of the residual's norm.
+        _norm(ledger, model, tokens, 2)
+        if is_gathered and spec.router.norm_eps is not None:
+            _norm(ledger, model, routed)
+    elif spec.router.norm_eps is not None:
+        _norm(ledger, model, routed)
     received, home = _exchange(ledger, model, spec, tokens)
     pairs = pairs_room(chosen, tokens, received, ledger.backend)
     if pairs < received * chosen and ledger.shards.size(axes.EMBED) > 1:
@@ -256,7 +267,8 @@ def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int)
     if how is None:
         if returns_parts(tokens, width, ledger.backend):
             back = "all-to-all"
-        ledger.add(Collective(there, "tokens to experts", "", rows + routes), (axes.EXPERTS,))
+        inputs = 2 if spec.separate_norms else 1  # the router's are others then
+        ledger.add(Collective(there, "tokens to experts", "", inputs * rows), (axes.EXPERTS,))
     else:
         ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))
         ledger.add(Collective(there, "routes", "", routes), (axes.EXPERTS,))

@@ -1,10 +1,10 @@
 """How tokens reach experts on other devices, and how the outputs come back.
 
-If there are few tokens, every device gathers all of them and sums the outputs of its experts, and a reduce-scatter
-returns the sums, or an all-to-all what each device adds to them. More tokens are exchanged by all-to-all: a token goes,
-with all its routes, once to each device that has an expert it chose, and one sum returns from each. That takes two more
-collectives and moves fewer bytes, which on a torus cross more links. The way that takes less time is chosen when a
-program is built.
+If there are few tokens, every device gathers all of them, routes them as the others do, and sums the outputs of its
+experts; a reduce-scatter returns the sums, or an all-to-all what each device adds to them. More tokens are exchanged by
+all-to-all: a token goes, with all its routes, once to each device that has an expert it chose, and one sum returns from
+each. That takes two more collectives and moves fewer bytes, which on a torus cross more links. The way that takes less
+time is chosen when a program is built.
 
 All tokens may choose experts of one device, but it has no room for all at once. There is room for 1.5 times the rows of
 balanced routing; the others go in further rounds. Nothing is dropped.
@@ -77,6 +77,12 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
     return exchange if sent < all_rows * bytes_per_row else None
 
 
+def gathers(spec: MoeSpec, tokens: int, row_bytes: int, shards: Shards, backend: Backend) -> bool:
+    """Whether every device takes the tokens of all; see `exchange_of`."""
+    devices = shards.size(axes.EXPERTS)
+    return devices > 1 and exchange_of(spec, tokens, row_bytes, devices, backend) is None
+
+
 def returns_parts(tokens: int, width: int, backend: Backend) -> bool:
     """Whether gathered tokens come back by an all-to-all of what each device adds to the sums [tokens, width] of every
     other, not by a reduce-scatter. An all-to-all of few tokens passes fewer hops, and has few bytes that go further."""
@@ -114,23 +120,15 @@ def through_experts(
     """The outputs of the experts, on all devices, for this device's tokens: x [T, D], slots and weights [T, k] -> [T,
     D].
 
-    count: number of experts on each device. exchange: see `exchange_of`.
+    count: number of experts on each device. exchange: see `exchange_of`; if None, x, slots and weights are of the
+    tokens of all devices.
     """
-    if shards.size(axes.EXPERTS) == 1:
-        return compute(x, slots, weights)
-    routes = jnp.concatenate([slots.astype(jnp.float32), weights], axis=1)  # numbers of slots are exact in float32
     if exchange is None:
-        return _returned(_computed(compute, *_gathered(x, routes, shards)), shards, backend)
+        sums = compute(x, slots, weights)
+        return sums if shards.size(axes.EXPERTS) == 1 else _returned(sums, shards, backend)
+    routes = jnp.concatenate([slots.astype(jnp.float32), weights], axis=1)  # numbers of slots are exact in float32
     trip = _Trip.of(slots, count, shards.size(axes.EXPERTS))
     return (_ragged if exchange.ragged else _padded)(x, routes, trip, exchange, compute, shards)
-
-
-def _gathered(x: jax.Array, routes: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """x [T, D] and routes [T, 2 k] of all devices, by one collective that moves both as integers."""
-    bits = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    sent = jnp.concatenate([x.view(bits), routes.view(bits)], axis=1)
-    all_x, all_routes = jnp.split(shards.gather(sent, axes.EXPERTS, dim=0), [x.shape[1]], axis=1)
-    return all_x.view(x.dtype), all_routes.view(routes.dtype)
 
 
 def _returned(sums: jax.Array, shards: Shards, backend: Backend) -> jax.Array:
@@ -139,8 +137,9 @@ def _returned(sums: jax.Array, shards: Shards, backend: Backend) -> jax.Array:
     devices, (rows, width) = shards.size(axes.EXPERTS), sums.shape
     if not returns_parts(rows // devices, width, backend):
         return shards.scatter(sums, axes.EXPERTS)
-    parts = sums.reshape(devices, -1, width)
-    return jnp.sum(shards.all_to_all(parts, axes.EXPERTS), axis=0, dtype=jnp.float32).astype(sums.dtype)
+    parts = shards.all_to_all(sums.reshape(devices, -1, width), axes.EXPERTS)
+    # One by one: XLA fuses what follows with a sum of arrays, but not with a sum over a dimension.
+    return sum(part.astype(jnp.float32) for part in parts).astype(sums.dtype)
 
 
 class _Trip(NamedTuple):

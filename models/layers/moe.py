@@ -13,7 +13,7 @@ from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
-from inferlib.models.layers.exchange import exchange_of, pairs_room, through_experts
+from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room, through_experts
 from inferlib.models.layers.mlp import ACTIVATIONS, Mlp, gated
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -85,13 +85,26 @@ class Moe(nnx.Module):
     ) -> tuple[jax.Array, Load]:
         """The sum of the chosen experts, and the load. router_input [T, D]: the router may read other activations than
         the experts."""
+        shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
+        row_bytes, active = x.shape[1] * x.dtype.itemsize, ctx.mlp_active
+        exchange = exchange_of(self.spec, x.shape[0], row_bytes, devices, ctx.backend)
+        is_gathered = exchange is None and devices > 1
+        if is_gathered:
+            with jax.named_scope("experts"):
+                inputs = (x,) if router_input is x else (x, router_input)
+                everyone = shards.gather(jnp.concatenate(inputs, axis=1), axes.EXPERTS, dim=0)
+            x, *others = jnp.split(everyone, len(inputs), axis=1)
+            router_input, active = others[0] if others else x, ctx.experts_active
         with jax.named_scope("router"):
             experts, weights = self.router(router_input, ctx)
         if x.shape[0] > 1:
-            experts = jnp.where(ctx.mlp_active[:, None], experts, -1)  # inactive rows choose none
+            experts = jnp.where(active[:, None], experts, -1)  # inactive rows choose none
         with jax.named_scope("experts"):
-            routed = self.weighted_sum(x, experts, weights, ctx, layer)
-        return routed, None if ctx.counted is None else self.load(ctx.shards.local_rows(experts), ctx.counted)
+            routed = self.weighted_sum(x, experts, weights, exchange, ctx, layer)
+        if ctx.counted is None:
+            return routed, None
+        experts = shards.part(experts, axes.EXPERTS) if is_gathered else experts
+        return routed, self.load(shards.local_rows(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
         """The number of `counted` tokens [T] that chose each expert."""
@@ -108,23 +121,29 @@ class Moe(nnx.Module):
         return jnp.where(experts >= 0, slots[at], -1)
 
     def weighted_sum(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        exchange: Exchange | None,
+        ctx: StepContext,
+        layer: jax.Array | None,
     ) -> jax.Array:
-        """The weighted sum of the chosen experts [T, k]; -1 is none. Experts from E on are identities (LongCat's zero
-        experts, `MoeSpec.identity`)."""
+        """The weighted sum of the chosen experts [T, k] for this device's tokens; -1 is none. Experts from E on are
+        identities (LongCat's zero experts, `MoeSpec.identity`). exchange: of `through_experts`."""
         shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = self.spec.identity and experts >= self.spec.experts
-        row_bytes = x.shape[1] * x.dtype.itemsize
-        exchange = exchange_of(self.spec, x.shape[0], row_bytes, devices, ctx.backend)
-        compute = partial(self.experts, tokens_each=x.shape[0], ctx=ctx, layer=layer)
+        tokens_each = x.shape[0] // (devices if exchange is None else 1)
+        compute = partial(self.experts, tokens_each=tokens_each, ctx=ctx, layer=layer)
         count = self.experts.count // devices
-        turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
+        turns = jnp.arange(x.shape[0]) + (0 if exchange is None else shards.index(axes.ROWS))
         slots = self.placement(jnp.where(identity, -1, experts) if self.spec.identity else experts, turns)
         out = through_experts(x, slots, weights, count, exchange, compute, shards, ctx.backend)
         if not self.spec.identity:
             return out
         share = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
-        return out + on_one_device((x * share).astype(x.dtype), shards)
+        same = (x * share).astype(x.dtype)
+        return out + on_one_device(shards.part(same, axes.EXPERTS) if exchange is None else same, shards)
 
     def run_shared(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """The output of the shared experts."""

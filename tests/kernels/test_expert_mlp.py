@@ -178,9 +178,9 @@ def directly(x, weights: ExpertWeights, factors, *, activation, **options) -> ja
     """The kernel, without its contract."""
     gate_up, down, layer, small = weights.gate_up, weights.down, weights.layer, {}
     if weights.gate_up_bias is not None:
-        small["gate_up_bias"] = weights.gate_up_bias[layer]
+        small["gate_up_bias"] = weights.gate_up_bias
     if isinstance(gate_up, QuantizedTensor):
-        small |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
+        small |= {"gate_up_scales": gate_up.scales, "down_scales": down.scales}
         gate_up, down = gate_up.values, down.values
     gate_up, down = (w.of_experts(stacked=True) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
     down = down if isinstance(down, Weight) else down[:, :, None]

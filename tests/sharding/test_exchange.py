@@ -161,25 +161,6 @@ def test_quantised_experts(shape_of):
     np.testing.assert_allclose(split, alone, rtol=0, atol=2e-5 * np.abs(alone).max())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_tokens_and_routes_are_gathered_bit_by_bit(dtype):
-    """Whatever the bits of a token mean, such as NaN of any kind."""
-    shards = make_shards(Parallelism(expert=4))
-    bits = np.random.default_rng(0).integers(0, 256, (8, DIM * np.dtype(dtype).itemsize), np.uint8)
-    tokens, routes = bits.view(dtype), np.arange(48, dtype=np.float32).reshape(8, 6) / 7
-    rows, everywhere = shards.rules.spec((axes.ROWS, None)), shards.rules.spec((None, None))
-    gathered = jax.shard_map(
-        lambda x, routes: exchange._gathered(x, routes, shards),
-        mesh=shards.mesh,
-        in_specs=(rows, rows),
-        out_specs=(everywhere, everywhere),
-        check_vma=False,
-    )
-    all_tokens, all_routes = jax.jit(gathered)(tokens, routes)
-    np.testing.assert_array_equal(np.asarray(all_tokens).view(np.uint8), bits)
-    np.testing.assert_array_equal(all_routes, routes)
-
-
 def test_parts_that_return_are_summed_as_by_a_reduce_scatter():
     """In the order of devices, in float32, bit by bit."""
     shards, torus = make_shards(Parallelism(expert=8)), Backend(generation="v6e")
