@@ -67,12 +67,13 @@ class ExpertMlp:
             "factors": ((self.tokens, experts), "float32"),
         }
         if self.bias:
-            arrays["gate_up_bias"] = (experts, 2, hidden), "bfloat16"
+            arrays["gate_up_bias"] = (1, experts, 2, hidden), "bfloat16"
         for part, shape in (("gate_up", (2, dim, hidden)), ("down", (1, hidden, dim))):
             parts = stored(self.scheme, 2, experts, *shape)
             arrays |= {f"{part}.{name}": array for name, array in parts.items()}
         if self.scheme in ("int8", "fp8"):
-            arrays |= {"gate_up_scales": ((experts, 2, hidden), "float32"), "down_scales": ((experts, dim), "float32")}
+            arrays["gate_up_scales"] = (1, experts, 2, hidden), "float32"
+            arrays["down_scales"] = (1, experts, dim), "float32"
         return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
