@@ -65,7 +65,11 @@ class Router(nnx.Module):
 def best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
     """scores [T, E] with -inf for experts outside a token's best groups (node-limited routing of DeepSeek-V2)."""
     grouped = scores.reshape(scores.shape[0], spec.groups, -1)
-    group_scores = jnp.sum(jax.lax.top_k(grouped, {"max": 1, "top2": 2}[spec.group_score])[0], axis=-1)
+    group_scores = best_score = jnp.max(grouped, axis=-1)
+    if spec.group_score == "top2":  # without a sort of every group
+        numbers, count = jnp.arange(grouped.shape[2]), grouped.shape[2]
+        first = jnp.min(jnp.where(grouped == best_score[..., None], numbers, count), axis=-1, keepdims=True)
+        group_scores = best_score + jnp.max(jnp.where(numbers == first, -jnp.inf, grouped), axis=-1)
     _, best = jax.lax.top_k(group_scores, spec.chosen_groups)
     is_best = jnp.any(best[:, :, None] == jnp.arange(spec.groups), axis=1)
     return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
