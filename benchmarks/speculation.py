@@ -55,11 +55,19 @@ TASKS = {
         [f"Summarise this text in three sentences:\n\n{_TEXT}"],
     ],
     "edit again": [
-        [_CORRECT, _TEXT, "Write it again, with 'Saturdays' changed to 'Sundays'."],
         [
             _CORRECT,
+            _TEXT,
+            "Write it again, with 'forty' changed to 'fifty'.",
+            _TEXT.replace("forty", "fifty"),
+            "Write it again, with 'Saturdays' changed to 'Sundays'.",
+        ],
+        [
+            _CORRECT,
+            _TEXT.replace("spring", "sprng").replace("twice", "twise"),
+            "You missed an error: 'twise'. Correct that too, and write the whole text again.",
             _TEXT.replace("spring", "sprng"),
-            "You missed one error: 'sprng'. Correct that too, and write the whole text again.",
+            "You missed another: 'sprng'. Correct that too, and write the whole text again.",
         ],
     ],
     "summarise again": [
