@@ -135,7 +135,8 @@ def expert_mlp(
     (tokens, dim), chosen = x.shape, jnp.max((factors != 0).astype(jnp.int32), axis=0)
     inputs = _operands(x, factors, weights, interpret)
     x, streams, count = inputs.x, blocks.of(gate_up, down), len(inputs.weights[0])
-    specs = _Inputs(*map(_whole, inputs[:2]), *map(_of_layer, inputs[2:-1]), _in_place(count))
+    scales_and_bias = (_of_layer(array) for array in inputs[2:5])
+    specs = _Inputs(_whole(inputs.x), _whole(inputs.factors), *scales_and_bias, weights=_in_place(count))
     out = pl.pallas_call(
         functools.partial(_kernel, weights=streams, activation=activation, scale_input=scale_input, shares=shares),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -156,7 +157,7 @@ def expert_mlp(
         name="expert_mlp",
     )(jnp.asarray(weights.layer, jnp.int32).reshape(1), chosen, inputs)
     if shares > 1:
-        out = sum(jnp.split(out, shares)).astype(dtype)
+        out = functools.reduce(jnp.add, jnp.split(out, shares)).astype(dtype)
     return out[:tokens]
 
 

@@ -21,6 +21,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.exchange import Exchange
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.moe import Experts, Moe
 from inferlib.ops.grouped_gradients import grouped_matmul_with_gradients
@@ -98,10 +99,12 @@ def _computed_again(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    *others: Any,
+    exchange: Exchange | None,
+    ctx: StepContext,
+    layer: jax.Array | None,
 ) -> jax.Array:
     """`Moe.weighted_sum`, of which memory keeps the inputs alone."""
-    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, *others))(x, experts, weights)
+    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, exchange, ctx, layer))(x, experts, weights)
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

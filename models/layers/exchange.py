@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from math import ceil
 from typing import NamedTuple
 
@@ -139,7 +140,7 @@ def _returned(sums: jax.Array, shards: Shards, backend: Backend) -> jax.Array:
         return shards.scatter(sums, axes.EXPERTS)
     parts = shards.all_to_all(sums.reshape(devices, -1, width), axes.EXPERTS)
     # One by one: XLA fuses what follows with a sum of arrays, but not with a sum over a dimension.
-    return sum(part.astype(jnp.float32) for part in parts).astype(sums.dtype)
+    return reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(sums.dtype)
 
 
 class _Trip(NamedTuple):
