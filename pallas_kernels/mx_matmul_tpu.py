@@ -52,7 +52,8 @@ class Blocks:
     def __post_init__(self):
         are_tiles = self.rows > 0 and (self.rows % ROWS == 0 or self.rows == HALF_ROWS)
         if not are_tiles or self.columns < 1 or self.columns % LANES:
-            raise ValueError(f"blocks are multiples of {ROWS} rows and {LANES} columns, not {self}")
+            blocks = f"multiples of {ROWS} rows and {LANES} columns, or {HALF_ROWS} rows and such columns"
+            raise ValueError(f"blocks are {blocks}, not {self}")
 
 
 @tuned("mx_matmul", Blocks)

@@ -395,7 +395,7 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
 
 
 def permute(x_ref, xs_ref) -> None:
-    """Put the inputs of x [T, K], T a multiple of 16, in the order of the bytes of `pack_mxfp4`; may be in place."""
+    """Put the inputs of x [T, K], T 8 or a multiple of 16, in the order of bytes of `pack_mxfp4`; may be in place."""
 
     def take(start: jax.Array | int, count: int) -> None:
         rows, lane = pl.ds(_multiple_of(start, 16), count), lax.broadcasted_iota(jnp.int32, (count // 2, DEPTH), 1)

@@ -161,7 +161,7 @@ class Engine:
         self._in_flight: deque[tuple[Dispatch, StepOutput, float]] = deque()  # with the time when it was sent
         self._ended: list[Sequence] = []  # on the host, before tokens of theirs were chosen
         self._done, self._compiled = 0.0, 0  # when the last results came, and what was compiled until then
-        self._have_run: set[ProgramKey] = set()
+        self._have_run: set[ProgramKey] = set()  # programs whose time is known to be their usual one
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps

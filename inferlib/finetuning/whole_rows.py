@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.attention import Attention
-from inferlib.models.layers.exchange import Exchange
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.moe import Experts, Moe
 from inferlib.ops.grouped_gradients import grouped_matmul_with_gradients
@@ -91,20 +89,16 @@ def take_gradients_of_experts(decoder: Decoder) -> None:
         if isinstance(module, Experts):
             module.multiply = grouped_matmul_with_gradients
         if isinstance(module, Moe):
-            module.weighted_sum = partial(_computed_again, module.weighted_sum)
+            module.weighted_sum = _computed_again(module.weighted_sum)
 
 
-def _computed_again(
-    weighted_sum: Callable[..., jax.Array],
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    exchange: Exchange | None,
-    ctx: StepContext,
-    layer: jax.Array | None,
-) -> jax.Array:
-    """`Moe.weighted_sum`, of which memory keeps the inputs alone."""
-    return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, exchange, ctx, layer))(x, experts, weights)
+def _computed_again(weighted_sum: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`Moe.weighted_sum`, of which memory keeps three inputs alone: the tokens, their experts and the weights."""
+
+    def again(x: jax.Array, experts: jax.Array, weights: jax.Array, *others: Any) -> jax.Array:
+        return jax.checkpoint(lambda *inputs: weighted_sum(*inputs, *others))(x, experts, weights)
+
+    return again
 
 
 def take_row_attention(decoder: Decoder, rows: int, kernel: str) -> None:

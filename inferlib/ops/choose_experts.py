@@ -65,8 +65,8 @@ def _by_xla(
     scores = jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits)
     ranks = scores if correction is None else scores + correction
     weights, experts = lax.top_k(ranks if among is None else among(ranks), count)
-    if correction is not None:
-        # TPUs take half a dozen operations to gather single numbers.
+    if not (correction is None and among is None):
+        # The ranks are other numbers than the scores, and TPUs take half a dozen operations to gather single ones.
         is_chosen = experts[:, :, None] == jnp.arange(scores.shape[1])
         weights = jnp.sum(jnp.where(is_chosen, scores[:, None], 0), axis=2)
     if renormalize:

@@ -169,8 +169,7 @@ def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static:
     if weights.gate_up_bias is not None:
         small["gate_up_bias"] = weights.gate_up_bias
     if isinstance(weights.gate_up, QuantizedTensor) and isinstance(weights.down, QuantizedTensor):
-        for name, scales in (("gate_up_scales", weights.gate_up.scales), ("down_scales", weights.down.scales)):
-            small[name] = scales
+        small |= {"gate_up_scales": weights.gate_up.scales, "down_scales": weights.down.scales}
     small = small if stacked else jax.tree.map(lambda a: a[None], small)
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):

@@ -95,6 +95,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
     [
         ("shared, scaled sigmoid", "ep=4,tp=2", "ragged"),
         ("experts that return their input", "ep=8", "padded"),
+        ("experts that return their input", "ep=8", "gathered"),
         pytest.param("seven, scaled inputs", "dp=2,ep=4", "padded", marks=pytest.mark.release),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
         ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
