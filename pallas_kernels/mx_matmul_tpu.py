@@ -104,9 +104,8 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
         return f"{weight.inputs} inputs do not divide into passes of {weight.depth}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
-    layers, _, _, columns = weight.values.shape
-    if weight.on_chip and (columns % LANES or layers > 1):
-        return f"a weight on chip is of one layer and a multiple of {LANES} columns, not of {layers} and {columns}"
+    if weight.on_chip and weight.values.shape[0] > 1:
+        return f"a weight on chip is of one layer, not of {weight.values.shape[0]}"
     chosen = chosen or _default(rows, weight, normed)
     need = _vmem_bytes(weight, chosen, normed)
     if need > (have := by_vmem(VMEM_BYTES)):
@@ -122,6 +121,8 @@ def _default(rows: int, weight: Weight, normed: bool) -> Blocks:
     if not weight.on_chip:
         fits = chosen.rows <= ROWS or _vmem_bytes(weight, chosen, normed) <= by_vmem(VMEM_BYTES)
         return chosen if fits else replace(chosen, rows=pl.cdiv(chosen.rows, 2 * ROWS) * ROWS)
+    if columns % LANES:  # no step may end within a tile, unless it is the last one
+        return replace(chosen, columns=pl.cdiv(columns, LANES) * LANES)
     tiles = columns // LANES
     wider = (replace(chosen, columns=columns // steps) for steps in range(1, tiles + 1) if tiles % steps == 0)
     narrow = replace(chosen, columns=LANES)
@@ -162,6 +163,7 @@ def mx_matmul(
     rows = inputs.x.shape[0]
     chosen = blocks_ or _default(rows, weight, norm is not None)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
+    wide = min(tile.columns, columns) if weight.on_chip else tile.columns
     grid = _Grid(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns), 1 if weight.on_chip else cores())
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
     rewrites = norm is not None or weight.ordered
@@ -179,11 +181,11 @@ def mx_matmul(
             num_scalar_prefetch=1,
             grid=grid.shape,
             in_specs=(_specs(inputs, tile, grid, weight.on_chip),),
-            out_specs=grid.spec((results.shape[0], tile.rows, tile.columns), lambda t, n, _: (0, t, n)),
+            out_specs=grid.spec((results.shape[0], tile.rows, wide), lambda t, n, _: (0, t, n)),
             scratch_shapes=[
                 _Scratch(
                     pltpu.VMEM((tile.rows, weight.inputs), x.dtype) if rewrites else None,
-                    [pltpu.VMEM((parts, depth, tile.columns), dtype) for depth, dtype in weight.unpacked],
+                    [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked],
                 )
             ],
         ),
@@ -339,7 +341,7 @@ def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, ep
 
 def _some_columns(inputs: _Inputs, step: jax.Array, count: int) -> _Inputs:
     """The inputs with one step's columns of the only layer of the weight's arrays [1, P, ., N]."""
-    columns = pl.ds(pl.multiple_of(step * count, LANES), count)
+    columns = pl.ds(pl.multiple_of(step * count, LANES), count) if count % LANES == 0 else slice(None)
     return _Inputs(*inputs[:2], *jax.tree.map(lambda ref: ref.at[0, :, :, columns], tuple(inputs[2:])))
 
 

@@ -84,8 +84,8 @@ CacheDtype = Annotated[
 ]
 _BACKENDS = (
     "auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these operations (also "
-    "prefill_attention, qkv_attention, grouped_matmul, expert_mlp, loop_weights, choose_experts, add_norm, all_reduce, "
-    "collective_matmul)."
+    "prefill_attention, qkv_attention, grouped_matmul, expert_mlp, loop_weights, fetch_ahead, choose_experts, "
+    "add_norm, all_reduce, collective_matmul)."
 )
 Backend = Annotated[str, typer.Option(help=_BACKENDS)]
 OptionalBackend = Annotated[

@@ -32,6 +32,7 @@ _ON_CPU = {
     ("prefill attention", "64 behind 100"),
     ("product", "int8, 16 rows"),
     ("product", "on chip, 16 rows"),
+    ("product", "fetched, 16 rows"),
     ("latent decode attention (GPU)", "2 rows"),
 }
 _MOST_LOGITS = 1 << 28  # that XLA writes to memory, in float32
@@ -92,6 +93,7 @@ def _tpu_small() -> Iterator[Check]:
     for scheme in ("bfloat16", "int8", "mxfp4"):
         yield Check("product", f"{scheme}, 16 rows", partial(trials.product, MxMatmul(scheme, 16, 256, 384), TPU))
     yield Check("product", "on chip, 16 rows", partial(trials.loop, MxMatmul("int8", 16, 256)))
+    yield Check("product", "fetched, 16 rows", partial(trials.fetched, MxMatmul("int8", 16, 256)))
     some = GroupedMatmul(16, inner=256, outer=128, experts=8, chosen=2)
     yield Check("experts' product", "16 tokens", partial(trials.grouped, some, TPU))
     yield Check("experts", "16 tokens", partial(trials.experts, ExpertMlp(16, 256, 128, experts=8, chosen=2)))
@@ -119,6 +121,8 @@ def _tpu_real(float4: bool) -> Iterator[Check]:
     for scheme in ("int8", "int4", "mxfp4"):
         make = partial(trials.loop, MxMatmul(scheme, 16))
         yield Check("product", f"on chip, {scheme}, 16 x 4096 x 4096", make, True)
+        make = partial(trials.fetched, MxMatmul(scheme, 16))
+        yield Check("product", f"fetched, {scheme}, 16 x 4096 x 4096", make, True)
     for scheme in ("bfloat16", "int8", "mxfp4"):
         case = GroupedMatmul(32, experts=64, scheme=scheme)
         yield Check("experts' product", f"32 tokens, 64 experts, {scheme}", partial(trials.grouped, case, TPU), True)

@@ -27,6 +27,7 @@ from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import cache_write, chunk_write
 from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.fetch_ahead import fetching
 from inferlib.ops.group_order import group_order
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells
 from inferlib.ops.matmul import matmul
@@ -357,6 +358,24 @@ def loop(case: MxMatmul) -> Trial:
 
     as_read = packed(w, case.scheme, (case.inputs, case.inputs))
     return Trial(kernel, oracle, (x, as_read, dequantized_matrix(w, 0)))
+
+
+def fetched(case: MxMatmul) -> Trial:
+    """The rows times the second of two square weights, which is on its way to on-chip memory while they are normed."""
+    draw = Draw()
+    x, w = draw.normal(case.rows, case.inputs), draw.weight(case.scheme, case.inputs, case.inputs, contracting=0)
+    norm = jnp.ones(case.inputs)
+
+    def kernel(x, stack, exact):
+        arriving, x = fetching(stack, jnp.int32(1), x, interpret=jax.default_backend() == "cpu")
+        return matmul(rms_norm(x, norm, EPS), arriving.of_layer(jnp.int32(1)), out_dtype=jnp.float32)
+
+    def oracle(x, stack, exact):
+        return jnp.einsum("ti,io->to", rms_norm(x, norm, EPS), exact, precision=jax.lax.Precision.HIGHEST)
+
+    as_read = packed(w, case.scheme, (case.inputs, case.inputs))
+    stack = jax.tree.map(lambda array: jnp.stack([jnp.zeros_like(array), array]), as_read)
+    return Trial(kernel, oracle, (x, stack, dequantized_matrix(w, 0)))
 
 
 def packed(

@@ -27,6 +27,7 @@ class Backend:
     choose_experts: Literal["xla", "pallas_gpu"] = "xla"  # scores and top-k of decode-sized batches
     matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # products with weights
     loop_weights: Literal["xla", "pallas_tpu"] = "xla"  # of a loop's decode steps: "xla" reads them at every trip
+    fetch_ahead: Literal["xla", "pallas_tpu"] = "xla"  # of stacked layers' weights, during the collective before
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sum + norm of decode-sized batches on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
@@ -60,7 +61,7 @@ class Backend:
             return Backend(decode_attention="nki", prefill_attention="nki", expert_mlp="nki")
         if platform == "tpu":
             kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
-            kernels += ["loop_weights"]
+            kernels += ["loop_weights", "fetch_ahead"]
             kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
             fields: dict[str, Any] = {**dict.fromkeys(kernels, "pallas_tpu"), "generation": generation}
             return Backend(exchange="ragged", **fields)

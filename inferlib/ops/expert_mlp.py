@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.grouped_matmul import Weight
 from inferlib.ops.interpreted import run_kernel
@@ -58,6 +59,23 @@ def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, s
         return Choice("xla", "it cannot sum over devices, which split the model's width, before the activation")
     lacks = _nki_kernel_lacks if backend == "nki" else _tpu_kernel_lacks
     return Choice.of(backend, lacks(tokens or most, weights, dtype))
+
+
+def kernel_bytes(tokens: int, weights: ExpertWeights, backend: Backend) -> int:
+    """Bytes of a TPU's on-chip memory that the kernel which takes `tokens` tokens of bfloat16 through experts works
+    in."""
+    from inferlib.pallas_kernels.expert_mlp_tpu import default_blocks
+    from inferlib.pallas_kernels.expert_weights_tpu import shape_of
+    from inferlib.pallas_kernels.generations_tpu import by_vmem
+    from inferlib.pallas_kernels.grouped_matmul_tpu import VMEM_BYTES
+
+    dtype = jnp.bfloat16
+    if choose(tokens, weights, dtype, backend.expert_mlp).name != "pallas_tpu":
+        return by_vmem(VMEM_BYTES)
+    stack = partial(_stack, stacked=weights.layer is not None)
+    gate_up, down = (jax.eval_shape(stack, w) for w in (weights.gate_up, weights.down))
+    x = jax.ShapeDtypeStruct((tokens, shape_of(gate_up)[-2]), dtype)
+    return default_blocks(x, gate_up, down).vmem_bytes(x, gate_up, down)
 
 
 def _nki_kernel_lacks(tokens: int, weights: ExpertWeights, dtype) -> str | None:

@@ -17,6 +17,7 @@ from inferlib.ops.by_platform import by_platform
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.fake_quantized import FakeQuantizedWeight
+from inferlib.ops.fetch_ahead import ArrivingWeight
 from inferlib.ops.hadamard import rotated
 from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.observed import ObservedWeight
@@ -62,6 +63,7 @@ Weight = (
     | ObservedWeight
     | FakeQuantizedWeight
     | LowRankWeight
+    | ArrivingWeight
 )
 
 
@@ -219,6 +221,12 @@ def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
     return product.activated(w.times(as_array(x)))
 
 
+def _arriving(x: Activations, w: ArrivingWeight, product: Product) -> jax.Array:
+    """The product waits for its weight when x is computed, of a norm before that."""
+    first, weight = w.arrived(x.x if isinstance(x, FusableNorm) else as_array(x))
+    return _packed(replace(x, x=first) if isinstance(x, FusableNorm) else first, weight, product)
+
+
 def _observed(x: Activations, w: ObservedWeight, product: Product) -> jax.Array:
     w.record(as_array(x))
     return product.activated(_dense(as_array(x), w.values, product, transposed=False))
@@ -319,6 +327,7 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
 _PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
     QuantizedTensor: _quantized,
     PackedTensor: _packed,
+    ArrivingWeight: _arriving,
     SeparateGateUp: _separate,
     RingWeight: _with_ring,
     ObservedWeight: _observed,
