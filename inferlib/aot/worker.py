@@ -31,6 +31,7 @@ from inferlib.inspection.prices import Prices
 from inferlib.inspection.schedule import play
 from inferlib.model_files import ModelFiles
 from inferlib.planning.network import place
+from inferlib.programs.arrivals import check_arrivals
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.programs.keys import ProgramKey
 from inferlib.programs.page_transfer import PageTransfer
@@ -93,7 +94,9 @@ def _compile(
     done = time.perf_counter()
     path.write_bytes(serialized({str(key): compiled}))
     counted = key.steps if programs.config.counted else 1
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text() or "", counted)
+    text = compiled.as_text() or ""
+    check_arrivals(text)
+    memory, module = compiled.memory_analysis(), Module(text, counted)
     assert memory is not None
     weights, cache = len(programs.specs), len(programs.plan.arrays)
     cost, names = module.cost, [name for block in programs.plan.every_block if not block.shared for name in block.names]

@@ -37,6 +37,9 @@ _SLICES = {"dynamic-slice", "slice", "gather"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 
 
+ON_CHIP = 1  # the memory space of arrays on chip; higher ones are of scalars and semaphores
+
+
 @dataclass(frozen=True)
 class Shape:
     """A compiled array's shape. order: dimensions from minor to major. space: 0 is HBM, higher numbers are on chip."""
@@ -109,6 +112,11 @@ class Instruction:
         """The kind of collective that the instruction is or starts, if any."""
         kind = self.op.removesuffix("-start")
         return kind if kind in _COLLECTIVES else None
+
+    @property
+    def kernel(self) -> str | None:
+        """The name of the kernel that it calls, if it calls one."""
+        return re.sub(r"[.\d]+$", "", self.name) if self.op == "custom-call" else None
 
     @property
     def cycles(self) -> int | None:

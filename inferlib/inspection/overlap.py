@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from inferlib.inspection.hlo import Computation, Instruction, Module
+from inferlib.inspection.hlo import ON_CHIP, Computation, Instruction, Module
+from inferlib.pallas_kernels.fetch_ahead_tpu import FINISH, START
 
 # Arguments of the program that each value is, by index within a tuple.
 Origins = dict[str, dict[tuple[int, ...], int]]
@@ -77,10 +78,21 @@ def _copies(
     """For each copy of weights to on-chip memory: the place where it starts, the place where it is waited for, and its
     bytes."""
     for i in computation.instructions.values():
-        if i.op in _COPIES and origins.get(i.operands[0], {}).get((), weights) < weights:
-            size = sum(shape.nbytes for shape in i.shapes if shape.space == 1)
+        if i.kernel == START:
+            yield from _fetches(computation, i, places)
+        elif i.op in _COPIES and origins.get(i.operands[0], {}).get((), weights) < weights:
+            size = sum(shape.nbytes for shape in i.shapes if shape.space == ON_CHIP)
             if size:
                 yield places[i.name], max(_ends(computation, i, places)), size
+
+
+def _fetches(computation: Computation, i: Instruction, places: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    """The copies that a kernel starts, which are of weights, as `_copies` yields them."""
+    ends = [(places[j.name], j.shapes) for j in computation.instructions.values() if j.kernel == FINISH]
+    for shape in i.shapes:
+        if shape.space == ON_CHIP:
+            waits = (place for place, shapes in ends if place > places[i.name] and shape in shapes)
+            yield places[i.name], next(waits, len(places)), shape.nbytes
 
 
 def _ends(computation: Computation, i: Instruction, places: Mapping[str, int]) -> list[int]:

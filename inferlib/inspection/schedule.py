@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from inferlib.inspection.bundles import LATENCY
-from inferlib.inspection.hlo import Computation, Instruction, Module
+from inferlib.inspection.hlo import ON_CHIP, Computation, Instruction, Module
 from inferlib.inspection.prices import Price
+from inferlib.pallas_kernels.fetch_ahead_tpu import FINISH, START
 
 Pricing = Callable[[Computation, Instruction], Price | None]
 Waiting = Callable[[Computation, Instruction], Price]
@@ -97,6 +98,10 @@ class _Player:
                 self._call(i, times)
             elif i.op in ("copy-start", "slice-start"):
                 self.copies[i.name] = float(self.module.moved(computation, i)), self.now
+            elif i.kernel == START:
+                self._fetch(i)
+            elif i.kernel == FINISH:
+                self._arrive(i)
             elif i.op.endswith("-done") or i.op == "async-update":
                 self._done(i)
             elif (price := self.pricing(computation, i)) is not None:
@@ -154,6 +159,20 @@ class _Player:
                     self.played.spans.append(Span(start, end, self.now))
                     self._expose(max(end - self.now, 0.0))
             elif name in self.copies:
+                self._await(name)
+
+    def _fetch(self, i: Instruction) -> None:
+        """Start the copies of a kernel, one for each result on chip."""
+        for shape in i.shapes:
+            if shape.space == ON_CHIP:
+                name = f"{i.name} {shape.nbytes} {len(self.copies)}"
+                self.copies[name] = float(shape.nbytes), self.now
+
+    def _arrive(self, i: Instruction) -> None:
+        """Wait for the copies that a kernel waits for: of its results' sizes, those that started first."""
+        for shape in i.shapes:
+            waiting = (name for name in self.copies if name.split()[1:2] == [str(shape.nbytes)])
+            if name := next(waiting, None):
                 self._await(name)
 
     def _await(self, name: str) -> None:

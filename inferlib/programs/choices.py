@@ -17,7 +17,13 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.programs.attention_choices import OPERATIONS, attention_choices, score_choices
-from inferlib.programs.product_choices import expert_choices, fused_products, loop_choices, packed_products
+from inferlib.programs.product_choices import (
+    expert_choices,
+    fetched_products,
+    fused_products,
+    loop_choices,
+    packed_products,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +53,11 @@ class Choices:
                 layers[attention], refusal = attention_choices(config, model, plan, attention)
                 fallbacks |= {attention: refusal} if refusal else {}
             layers |= expert_choices(config, model) | {"loop_weights": loop_choices(config, model)}
-            weights = {"matmul": packed_products(config, model), "collective_matmul": fused_products(config, model)}
+            weights = {
+                "matmul": packed_products(config, model),
+                "collective_matmul": fused_products(config, model),
+                "fetch_ahead": fetched_products(config, model),
+            }
         for op in ("grouped_matmul", "expert_mlp", "loop_weights"):
             refusal = next((choice for choice in layers[op].values() if choice.reason), None)
             fallbacks |= {op: refusal} if refusal else {}

@@ -40,7 +40,7 @@ def compiler_options(
 
     On TPUs those with separate weights place the largest arrays on chip first, and none for the next call.
 
-    on_chip: weights of loops stay on chip, see `inferlib.ops.on_chip`.
+    on_chip: weights of loops stay on chip, or arrive there ahead; see `inferlib.ops.on_chip` and `fetch_ahead`.
     """
     if platform == "tpu" and on_chip and tokens <= MEMORY_BOUND_ROWS:
         return OPTIONS

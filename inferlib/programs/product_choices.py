@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import MoeSpec
+from inferlib.models.fetched_weights import fetched_weights
 from inferlib.models.layers.ring import ring_choices, ring_weights
 from inferlib.ops import choose_experts, expert_mlp, grouped_matmul, on_chip
 from inferlib.ops.backend import Backend
@@ -29,6 +30,22 @@ def packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Cho
         return {}
     weights = (w for w in model.weights if w.contracting and axes.EXPERTS not in w.axes)
     return {w.name: Choice("pallas_tpu") if w.packed else w.pack_choice(model.dtype, config.shards) for w in weights}
+
+
+def fetched_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
+    """The weights that a decode step of few rows fetches ahead; see `inferlib.models.fetched_weights`."""
+    chosen, start = {}, 0
+    for segment in model.segments:
+        blocks = range(start, start := start + len(segment.pattern))
+        if segment.count == 1 or segment.looped:
+            continue
+        weights = [[w for w in model.weights if w.block == block] for block in blocks]
+        local = [{w.part: w.local(config.shards) for w in of_block} for of_block in weights]
+        pattern = list(zip(segment.pattern, local, strict=True))
+        ahead = fetched_weights(pattern, min(config.row_buckets), model.config, config.shards, config.backend)
+        for of_block, names in zip(weights, ahead, strict=True):
+            chosen |= {w.name: Choice("pallas_tpu") for w in of_block if w.part in names.mixer | names.mlp}
+    return chosen
 
 
 def loop_choices(config: EngineConfig, model: AbstractModel) -> dict[range, Choice]:

@@ -29,6 +29,7 @@ from inferlib.ops.eight_bits import gpu_order
 from inferlib.option_checks import ConfigurationError
 from inferlib.programs.adapter_factors import AdapterFactors
 from inferlib.programs.arguments import CHUNK_COLUMNS, LEAST_SHARING, ChunkInput, Logits, Masks, prefix_shape
+from inferlib.programs.arrivals import check_arrivals
 from inferlib.programs.choices import Choices
 from inferlib.programs.compaction import Compaction, Keys, compact_rows
 from inferlib.programs.compiler_options import compiler_options
@@ -222,13 +223,16 @@ class ProgramSet:
             with self._tracing:  # Python traces one at a time: side by side, all would start to compile late
                 lowered = self.lower(key)
             program = lowered.compile(self.options(key))
+        if self.choices.weights["fetch_ahead"] and self._platform == "tpu":
+            check_arrivals(program.as_text() or "")
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)
 
     def options(self, key: ProgramKey) -> dict[str, str | bool] | None:
         """Compiler options of the program of a key."""
-        on_chip = any(choice.name != "xla" for choice in self.choices.layers["loop_weights"].values())
+        in_loops = any(choice.name != "xla" for choice in self.choices.layers["loop_weights"].values())
+        on_chip = in_loops or bool(self.choices.weights["fetch_ahead"])
         rehearsed = isinstance(self.config.shards.mesh, Mesh) and self._platform == "cpu"  # what TPUs run, on CPUs
         platform = "cpu" if rehearsed else self.config.platform
         return compiler_options(self.model, platform, key.tokens, on_chip=on_chip) or None

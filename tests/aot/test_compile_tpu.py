@@ -23,6 +23,7 @@ from inferlib.aot.compile import Compilers, compile_programs
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import Scheme
+from inferlib.pallas_kernels.fetch_ahead_tpu import FINISH, START
 from inferlib.planning.explain import explain
 from inferlib.planning.plans import load_plan
 from inferlib.programs.deployment import Deployment
@@ -156,8 +157,9 @@ def _large_apart(collectives) -> Counter:
 
 
 def _but_products(program: ProgramReport) -> dict[str, int]:
-    """How often each kernel is called but that of products, which is for few rows."""
-    return {k["name"]: k["count"] for k in program.kernels if k["name"] != "mx_matmul"}
+    """How often each kernel is called but those of products and of their weights, which are for few rows."""
+    others = ("mx_matmul", START, FINISH)
+    return {k["name"]: k["count"] for k in program.kernels if k["name"] not in others}
 
 
 @pytest.mark.parametrize(("target", "parallel"), SLICES)
@@ -182,6 +184,20 @@ def test_weights_are_fetched_while_collectives_run():
     assert len(ahead) == 1 + 2 * TINY["num_hidden_layers"]
     smallest = TINY["hidden_size"] * TINY["intermediate_size"] // 8 * 2  # of a layer's matrices on a device
     assert sum(size >= smallest for size in ahead) >= len(ahead) - 2
+
+
+@pytest.mark.slow
+def test_weights_of_a_stack_arrive_while_collectives_run():
+    """Layers with experts are scanned. Those of attention arrive beside the experts and what returns their sums."""
+    made = replace(tiny("v6e-8", "ep=4,tp=2"), hf=EXPERTS)
+    (decode,) = report_of(made, keys_of(made)[:1]).programs
+    layers, attention = EXPERTS["num_hidden_layers"], 256 * 128 * (32 + 16) // 2 * 2
+    kernels = {kernel["name"]: kernel["count"] for kernel in decode.kernels}
+    assert kernels["start_fetch"] == kernels["finish_fetch"] == 1 + layers
+    ahead = Counter()
+    for o in decode.overlaps:
+        ahead[o["kind"], o["ahead"]] += o["count"]
+    assert ahead["reduce-scatter", attention] == layers
 
 
 @pytest.mark.release

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from inferlib.inspection.hlo import Module
 from inferlib.inspection.overlap import Overlap, overlaps
+from inferlib.programs.arrivals import check_arrivals
 
 W, X = "bf16[256,128]{1,0:T(8,128)(2,1)", "bf16[8,128]{1,0:T(8,128)(2,1)S(1)}"
 WEIGHT, ACTIVATION = 256 * 128 * 2, 8 * 128 * 2
@@ -117,3 +120,29 @@ LOOP = f"""\
 def test_a_loop_counts_each_trip_and_calls_that_are_collectives():
     assert overlaps(Module(textwrap.dedent(LOOP)), weights=1) == (Overlap("all-reduce", ACTIVATION, WEIGHT, 4),)
     assert overlaps(Module(textwrap.dedent(LOOP), counted=4), weights=1)[0].count == 1
+
+
+FETCH = [
+    f"%start_fetch.1 = ({W}S(1)}}, {X}, s32[1]{{0:S(2)}}, s32[1]{{0:S(2)}}) custom-call(%a3, %a0)",
+    f"%big = {W}S(1)}} get-tuple-element(%start_fetch.1), index=0",
+    f"%small = {X} get-tuple-element(%start_fetch.1), index=1",
+    "%first = s32[1]{0:S(2)} get-tuple-element(%start_fetch.1), index=2",
+    "%second = s32[1]{0:S(2)} get-tuple-element(%start_fetch.1), index=3",
+]
+BIG = f"%finish_fetch.1 = {W}S(1)}} custom-call(%big, %first)"
+SMALL = f"%finish_fetch.2 = {X} custom-call(%small, %second)"
+
+
+def test_copies_that_kernels_start_are_waited_for_by_other_kernels():
+    assert counted(*FETCH, REDUCE, BIG, SMALL) == reduced(WEIGHT + ACTIVATION)
+    assert counted(*FETCH, BIG, REDUCE, SMALL) == reduced(ACTIVATION)
+    assert counted(REDUCE, *FETCH, BIG, SMALL) == reduced(0)
+
+
+def test_nothing_else_may_take_what_is_still_arriving():
+    text = lambda *lines: ENTRY.replace("LINES", "\n      ".join(lines))  # noqa: E731
+    check_arrivals(text(*FETCH, REDUCE, BIG, SMALL))
+    check_arrivals(text(*FETCH, BIG, SMALL, f"%moved.1 = {W}}} copy(%finish_fetch.1)"))
+    check_arrivals(text(REDUCE))
+    with pytest.raises(RuntimeError, match=r"by moved\.1: leave them in memory with backend='fetch_ahead=xla'"):
+        check_arrivals(text(*FETCH, f"%moved.1 = {W}}} copy(%big)", BIG, SMALL))

@@ -160,6 +160,25 @@ def test_a_schedule_is_played_with_what_runs_in_the_background():
     assert step.attained(819e9 / 4) == pytest.approx(step.seconds + 1e-6)  # the copy takes twice as long
 
 
+def test_copies_that_a_kernel_starts_run_in_the_background():
+    """Of two weights, each is waited for by a kernel of its own, and those that started first arrive first."""
+    big, small = (f"bf16[{rows},4096]{{1,0:T(8,128)(2,1)S(1)}}" for rows in (4096, 1024))
+    started = f"%start_fetch.1 = ({big}, {small}, s32[1]{{0:S(2)}}, s32[1]{{0:S(2)}}) custom-call(%zero, %w)"
+    lines = [line for line in TEXT.splitlines() if "%fetch" not in line and "%mx_matmul" not in line]
+    at = next(n for n, line in enumerate(lines) if "%zero" in line) + 1
+    lines.insert(at, f"  {started}")
+    at = next(n for n, line in enumerate(lines) if "%half" in line)
+    lines[at] = lines[at].replace("%mx_matmul.3", "%sum")
+    waits = [(f"%finish_fetch.{n} = {shape} custom-call(%start_fetch.1)") for n, shape in ((2, small), (1, big))]
+    lines[at:at] = [f"  {wait}" for wait in waits]
+    one, reduced = Price("add", "listing", 1e-6, 0), Price("all-reduce", "model", 5e-6, 0)
+    played = play(Module("\n".join(lines)), lambda _, i: one if i.op == "add" else None, lambda *_: reduced, 819e9)
+    assert (played.prices[one], played.collectives) == (21, {reduced: 1})
+    # Beside the loop's second trip, which stands for the others, and the all-reduce.
+    assert played.fetching == pytest.approx(5e-6)
+    assert played.waits == pytest.approx((5 << 23) / 819e9 - 5e-6 - 4e-6)
+
+
 def test_an_asynchronous_collective_hides_behind_operations():
     asynchronous = TEXT.replace("%sum = ", "%begun = ").replace(" all-reduce(", " all-reduce-start(")
     asynchronous = asynchronous.replace(
