@@ -38,7 +38,8 @@ def unrolls(
     the collectives of a decode step.
 
     That needs collectives between a layer's products, whose weights XLA reads as fast as memory allows. Where tokens
-    are split, kernels fuse products with collectives; experts are read by kernels that take all layers' as one array.
+    are split, kernels fuse products with collectives; experts are read by kernels that take all layers' as one array,
+    and kernels fetch the other weights of such layers (`inferlib.models.fetched_weights`).
     """
     between = shards.size(axes.MLP) > 1 or shards.size(axes.KV_HEADS) > 1
     products = backend.collective_matmul == "xla" and not shards.splits_tokens and not model.mixtures

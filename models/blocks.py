@@ -129,18 +129,31 @@ class PreNormBlock(Block):
     """x += attention(norm(x)); x += mlp(norm(x)) (Llama, and most others)."""
 
     def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
-        shards, load = ctx.shards, None
-        partials = residual.lazy and residual.mailboxes is None and self.leaves_partials(ctx)
-        with jax.named_scope("attention"):
-            residual, y = self.pre_attn_norm.read(residual, shards, defer=partials)
-            branch, cache = self.attend(y, ctx, cache, partials=partials)
-            residual = residual.plus(branch, shards, self.scale)
-        if self.spec.mlp is not None:
-            with jax.named_scope("mlp"):
-                residual, y = self.pre_mlp_norm.read(residual, shards, defer=partials)
-                branch, load = self.feed(y, ctx, layer, partials=partials)
-                residual = residual.plus(branch, shards, self.scale)
+        residual, cache = self.after_mixer(residual, ctx, cache)
+        residual, load = self.after_mlp(residual, ctx, layer)
         return residual, cache, load
+
+    def after_mixer(self, residual: Residual, ctx: StepContext, cache: LayerCache) -> tuple[Residual, LayerCache]:
+        """The residual with the mixer's branch, and the cache."""
+        partials = self.stays_partial(residual, ctx)
+        with jax.named_scope("attention"):
+            residual, y = self.pre_attn_norm.read(residual, ctx.shards, defer=partials)
+            branch, cache = self.attend(y, ctx, cache, partials=partials)
+            return residual.plus(branch, ctx.shards, self.scale), cache
+
+    def after_mlp(self, residual: Residual, ctx: StepContext, layer: jax.Array | None) -> tuple[Residual, Load]:
+        """The residual with the feed-forward's branch, if there is one, and the load."""
+        if self.spec.mlp is None:
+            return residual, None
+        partials = self.stays_partial(residual, ctx)
+        with jax.named_scope("mlp"):
+            residual, y = self.pre_mlp_norm.read(residual, ctx.shards, defer=partials)
+            branch, load = self.feed(y, ctx, layer, partials=partials)
+            return residual.plus(branch, ctx.shards, self.scale), load
+
+    def stays_partial(self, residual: Residual, ctx: StepContext) -> bool:
+        """True if a branch is left as split-K partial sums."""
+        return residual.lazy and residual.mailboxes is None and self.leaves_partials(ctx)
 
     def leaves_partials(self, ctx: StepContext) -> bool:
         """True if both branches can stay split-K partial sums, because only the residual's sum follows them."""

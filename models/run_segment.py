@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.blocks import Block
+from inferlib.models.blocks import Block, Output
 from inferlib.models.depth import Taken
+from inferlib.models.fetched_weights import NOTHING, Ahead, fetched_weights
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.param import OfStack
 from inferlib.models.layers.ring import ring_axis, ring_choices, ring_fused, ring_weights
@@ -22,6 +23,7 @@ from inferlib.models.segments import Segment
 from inferlib.models.stream import Residual
 from inferlib.ops.adapted_matmul import AdaptedWeight
 from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.fetch_ahead import ArrivingWeight, arrived, fetching
 from inferlib.ops.low_rank import LowRankWeight
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
@@ -59,7 +61,7 @@ def run_segment(
         if parts.graph not in traced:
             traced[parts.graph] = _traced_layer(parts.graph, ctx)
         of_layer = None if inputs is None else inputs[:, number]
-        residual, cache, load = traced[parts.graph](parts.states, residual, cache, of_layer)
+        residual, cache, load = traced[parts.graph](parts[1:], residual, cache, of_layer)
         new.append(cache)
         loads += [] if load is None else [load[None]]
         if number + 1 in ctx.feature_layers:
@@ -90,25 +92,29 @@ def _scan(
 
     The cache is part of the carry: as an input and output of the scan it would exist twice. The cache of an earlier
     block is only read, so it stays outside. Weights of experts, and weights that kernels read by layer, stay whole:
-    slices of them would be copied. Hidden states that are asked for are part of the carry too, as an output of the scan
+    slices of them would be copied. Weights that are fetched ahead arrive while the layer before runs, so those of the
+    first block are part of the carry. Hidden states that are asked for are part of it too, as an output of the scan
     would have those of all layers.
     """
-    parts = [_split(block, ctx, is_stacked=True) for block in blocks]
+    pattern = [(block.spec, _by_name(block)) for block in blocks]
+    ahead = fetched_weights(pattern, ctx.tokens, ctx.config, ctx.shards, ctx.backend)
+    parts = [_split(block, ctx, names, is_stacked=True) for block, names in zip(blocks, ahead, strict=True)]
     if inputs is not None:  # [T, L, P] -> [count, pattern, T, P]
         inputs = inputs[:, segment.start : segment.stop]
         inputs = jnp.moveaxis(inputs, 0, 1).reshape(segment.count, len(blocks), *inputs.shape[::2])
     wanted = [n for n in sorted(set(ctx.feature_layers)) if segment.start < n <= segment.stop]
 
     def body(carry, slices):
-        layer, residual, owned, features = carry
+        layer, residual, owned, features, mixer = carry
         states, inputs = slices
         new, loads, read = [], [], []
         for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
             cache = replace(owned[i], layer=layer) if block.owns_cache else caches[i]
             of_layer = None if inputs is None else inputs[i]
-            whole = jax.tree.map(partial(_of_layer, layer), part.states[0], is_leaf=lambda p: isinstance(p, nnx.Param))
-            merged = nnx.merge(part.graph, whole, state)
-            residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
+            after = layer if i + 1 < len(parts) else jnp.minimum(layer + 1, segment.count - 1)
+            following = (parts[(i + 1) % len(parts)].mixer, after) if any(map(any, ahead)) else None
+            this = _Layer(part, layer, mixer, state)
+            (residual, cache, load), mixer = this.run(residual, ctx, cache, of_layer, following)
             new.append(replace(cache, layer=None, inputs=()) if block.owns_cache else LayerCache(()))
             read.append(cache.inputs)
             loads += [] if load is None else [load]
@@ -117,29 +123,75 @@ def _scan(
                 n: jnp.where(done == n, residual.value, x) if (n - segment.start - 1) % len(blocks) == i else x
                 for n, x in features.items()
             }
-        return (layer + 1, residual, tuple(new), features), (jnp.stack(loads) if loads else None, read)
+        return (layer + 1, residual, tuple(new), features, mixer), (jnp.stack(loads) if loads else None, read)
 
+    first, residual = arrived(*fetching(parts[0].mixer, jnp.int32(0), residual, interpret=ctx.shards.on_cpu))
     carry = (
         jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
         residual,
         tuple(cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)),
         {n: jnp.zeros_like(residual.x) for n in wanted},
+        first,
     )
-    slices = tuple(part.states[1] for part in parts), inputs
-    (_, residual, new, features), (loads, read) = lax.scan(body, carry, slices, length=segment.count)
+    slices = tuple(part.sliced for part in parts), inputs
+    (_, residual, new, features, _), (loads, read) = lax.scan(body, carry, slices, length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
     new = [replace(cache, inputs=inputs) for cache, inputs in zip(new, read, strict=True)]
     return Ran(residual, new, loads, features)
 
 
 class _Parts(NamedTuple):
-    """A block's graph and its weights: first the whole stacks that kernels index by layer, then the others."""
+    """A block's graph and its weights. mixer, mlp: stacks of which a layer is fetched ahead; whole: other stacks that
+    kernels index by layer; sliced: the others."""
 
     graph: nnx.GraphDef
-    states: tuple[nnx.State, nnx.State]
+    mixer: nnx.State
+    mlp: nnx.State
+    whole: nnx.State
+    sliced: nnx.State
 
 
-def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
+class _Layer(NamedTuple):
+    """Layer `number` of a stack. mixer: its part of `_Parts.mixer`, on chip. sliced: its part of `_Parts.sliced`."""
+
+    parts: _Parts
+    number: jax.Array
+    mixer: nnx.State
+    sliced: nnx.State
+
+    def block(self, mlp: nnx.State) -> Any:
+        """The block. mlp: its part of `_Parts.mlp`, or the stacks."""
+        whole = (_at_layer(self.number, state) for state in (self.mixer, mlp, self.parts.whole))
+        return nnx.merge(self.parts.graph, *whole, self.sliced)
+
+    def run(
+        self,
+        residual: Residual,
+        ctx: StepContext,
+        cache: LayerCache,
+        token_inputs: jax.Array | None,
+        following: tuple[nnx.State, jax.Array] | None,
+    ) -> tuple[Output, nnx.State]:
+        """What the layer returns, and `_Layer.mixer` of the next one. following: the stacks of that, and its number;
+        None: nothing is fetched ahead.
+
+        Copies of the feed-forward's weights run beside the mixer and its collectives, those of the next mixer's weights
+        beside the feed-forward and its collectives.
+        """
+        if following is None:
+            block, number = self.block(self.parts.mlp), self.number
+            return block(residual, ctx, cache, layer=number, token_inputs=token_inputs), self.mixer
+        options = dict(interpret=ctx.shards.on_cpu)
+        mlp, residual = fetching(self.parts.mlp, self.number, residual, **options)
+        block = self.block(mlp)
+        residual, cache = block.after_mixer(residual, ctx, cache)
+        mixer, residual = fetching(*following, residual, **options)
+        residual, load = block.after_mlp(residual, ctx, self.number)
+        mixer, residual = arrived(mixer, residual)
+        return (residual, cache, load), mixer
+
+
+def _split(block: Block, ctx: StepContext, ahead: Ahead = NOTHING, *, is_stacked: bool) -> _Parts:
     ringed, shards, axis = _ringed(block, ctx, is_stacked), ctx.shards, ring_axis(ctx.shards)
 
     def is_whole(path, p) -> bool:
@@ -157,8 +209,17 @@ def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
         tokens, ring = (ctx.tokens, shards.padded(ctx.tokens)), shards.ring(axis)
         return p.replace(RingWeight(values, jnp.int32(0), axis, ring, scatters, *tokens, interpret=shards.on_cpu))
 
-    graph, whole, state = nnx.split(block, is_whole, ...)
-    return _Parts(graph, (nnx.map_state(with_collective, whole), state))
+    is_mixer, is_mlp = (lambda path, _, names=names: ".".join(path) in names for names in ahead)
+    graph, mixer, mlp, whole, sliced = nnx.split(block, is_mixer, is_mlp, is_whole, ...)
+    return _Parts(graph, mixer, mlp, nnx.map_state(with_collective, whole), sliced)
+
+
+def _by_name(block: Block) -> dict[str, Any]:
+    return {".".join(map(str, path)): p.get_value() for path, p in nnx.to_flat_state(nnx.state(block))}
+
+
+def _at_layer(layer: jax.Array, weights: nnx.State) -> nnx.State:
+    return jax.tree.map(partial(_of_layer, layer), weights, is_leaf=lambda p: isinstance(p, nnx.Param))
 
 
 def _ringed(block: Block, ctx: StepContext, is_stacked: bool) -> frozenset[str]:
@@ -188,7 +249,7 @@ def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Variable:
     w = p.get_value()
     if isinstance(w, AdaptedWeight):
         return p.replace(w.of_layer(layer, w.base.of_layer(layer)))
-    if isinstance(w, (PackedTensor, RingWeight, LowRankWeight)):
+    if isinstance(w, (PackedTensor, RingWeight, LowRankWeight, ArrivingWeight)):
         return p.replace(w.of_layer(layer))
     return p.replace(OfStack(w, layer)) if p.axes in _WHOLE else p
 

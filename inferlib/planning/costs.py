@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import prod
+from math import inf, prod
 from typing import Any, Literal
 
 import jax
@@ -20,13 +20,14 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import PoolSize
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
+from inferlib.models.blocks import PreNormBlock, kind_of_block
 from inferlib.models.cache_levels import cache_owners
 from inferlib.models.config import AttentionSpec, LoopSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
-from inferlib.ops import on_chip
+from inferlib.ops import fetch_ahead, on_chip
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_policy import CachePolicy
 from inferlib.ops.choice import Choice
@@ -59,6 +60,8 @@ from inferlib.sharding.shards import Shards, planned_shards
 from inferlib.targets import Target
 from inferlib.unrolling import tpu_backend
 
+_EXPERTS = 48 << 20  # bytes of on-chip memory that the kernel of experts works in, at most
+
 
 @dataclass(frozen=True)
 class Work:
@@ -66,7 +69,7 @@ class Work:
     and written to HBM.
 
     parts: the same by kernel; without any, the step counts as one kernel at the chip's attained rates. small: seconds
-    of all other operations. fetches_ahead: weights are fetched during a collective.
+    of all other operations. ahead_bytes: of weights, at most so many are fetched during collectives.
     """
 
     flops: float
@@ -76,7 +79,7 @@ class Work:
     collectives: tuple[Collective, ...] = ()
     parts: tuple[Part, ...] = ()
     small: float = 0.0
-    fetches_ahead: bool = True
+    ahead_bytes: float = inf
 
     @property
     def nbytes(self) -> float:
@@ -107,16 +110,17 @@ class StepTime:
 def step_time(work: Work, network: Network) -> StepTime:
     """How long a step takes.
 
-    Kernels follow one another; in most, memory and compute overlap. A collective waits for its input. If XLA multiplies
-    by the weights, the next weights are fetched meanwhile, as many as on-chip memory holds beside the compiler's
-    scratch. Late sums of lanes arrive while kernels run.
+    Kernels follow one another; in most, memory and compute overlap. A collective waits for its input. The next weights
+    are fetched meanwhile, as many as on-chip memory holds beside the compiler's scratch: all if XLA multiplies by them,
+    and some if kernels do. Late sums of lanes arrive while kernels run.
     """
     target = network.target
     parts = work.parts or (Part(PEAK, work.flops, work.nbytes),)
     compute, memory, busy = (sum(times) for times in zip(*(p.seconds(target, ATTAINED) for p in parts), strict=True))
     waits = _waits(work, network, ATTAINED)
     free = (target.chip.vmem_bytes - target.chip.scratch_bytes) / (target.hbm_bandwidth * ATTAINED.memory)
-    fetched = work.fetches_ahead * min(memory, sum(count * min(t, free) for count, t in waits))
+    ahead = work.ahead_bytes / (target.hbm_bandwidth * ATTAINED.memory)
+    fetched = min(memory, ahead, sum(count * min(t, free) for count, t in waits))
     waiting = sum(count * t for count, t in waits)
     late = sum(c.count * network.seconds(c, ATTAINED) for c in work.collectives if c.purpose == LATE_SUMS)
     ideal = max(work.flops / target.rate("bfloat16"), work.nbytes / target.hbm_bandwidth)
@@ -430,9 +434,21 @@ class Deployed:
         logits = self._logits(key.mode, sampled)
         kernels.append(Part(PEAK, 0.0, logits))
         moved += logits
-        ahead = fetches_ahead(tokens, self._backend)
+        ahead = inf if fetches_ahead(tokens, self._backend) else self._fetched_by_kernels
         small = self._small(Tokens(tokens, self.width, chunk=not decode))
         return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
+
+    @cached_property
+    def _fetched_by_kernels(self) -> float:
+        """Bytes of weights that kernels fetch ahead in a decode step; see `inferlib.models.fetched_weights`."""
+        config, backend = self.config, self._backend
+        fit = all(kind_of_block(layer, config) is PreNormBlock and layer.mlp is not None for layer in config.layers)
+        if backend.fetch_ahead == "xla" or not fit or self.shards.splits_tokens:
+            return 0.0
+        latent = any(isinstance(layer.attention, MlaSpec) for layer in config.layers)
+        free = fetch_ahead.free_bytes(backend, latent=latent, experts=_EXPERTS if config.mixtures else 0)
+        weights = sum(m.nbytes for m in self.matrices if m.use == "tokens" and m.experts is None)
+        return min(weights, len(config.layers) * free)
 
     def _multiplied(self, tokens: float) -> list[Matrix]:
         """The matrices, each as often as a step of `tokens` tokens multiplies by it. A loop whose weights stay on chip

@@ -488,9 +488,9 @@ def test_llama_70b_int8_on_16_v5e():
     ours, XLA multiplies by the weights, and fetches them during collectives."""
     it = deployed("llama3-70b", "v5e-16", "tp=16", "int8")
     ours = it.decode(8, 1000)
-    assert ours.fetches_ahead
+    assert ours.ahead_bytes > 0
     step, measured = step_time(replace(ours, small=0.0), it.network), 1 / 159
-    assert step.seconds < step_time(replace(ours, fetches_ahead=False), it.network).seconds
+    assert step.seconds < step_time(replace(ours, ahead_bytes=0.0), it.network).seconds
     assert step.bound == "memory"
     assert 0.85 < step.floor / measured < 1.0
     assert step.seconds == pytest.approx(measured, rel=0.25)
@@ -544,7 +544,7 @@ def test_steps_compiled_for_tpus(name, compiled):
     """Within 15 % of the TPU compiler's programs of scanned layers."""
     plan = load_plan(name)
     it, limit = plan.deployed, plan.cache[-1]
-    decode = {rows: replace(it.decode(rows, limit), fetches_ahead=False) for rows in compiled["decode"]}
+    decode = {rows: replace(it.decode(rows, limit), ahead_bytes=0.0) for rows in compiled["decode"]}
     steps = {f"decode {rows}": (decode[rows], ms) for rows, ms in compiled["decode"].items()}
     steps |= {f"prefill {n}": (it.prefill(n, limit - n), ms) for n, ms in compiled["prefill"].items()}
     for step, (work, ms) in steps.items():

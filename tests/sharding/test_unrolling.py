@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -86,9 +87,9 @@ def test_the_cost_model_says_so_too(name):
     work = plan.deployed.decode(8, 1024.0)
     stored = plan.deployed.quantization and str(plan.deployed.quantization)
     scan, product, _ = resolved(plan.model, plan.parallel, stored, generation=plan.slice.chip.name)
-    assert work.fetches_ahead == (product == "xla") == (not scan)
-    times = {ahead: step_time(replace(work, fetches_ahead=ahead), plan.deployed.network) for ahead in (True, False)}
-    assert times[True].seconds <= times[False].seconds
+    assert (work.ahead_bytes == inf) == (product == "xla") == (not scan)
+    times = [step_time(replace(work, ahead_bytes=ahead), plan.deployed.network).seconds for ahead in (inf, 1e8, 0.0)]
+    assert times == sorted(times)
 
 
 @pytest.mark.slow
