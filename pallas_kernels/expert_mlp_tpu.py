@@ -172,8 +172,9 @@ def _check(x: jax.Array, weights: Experts, blocks: Blocks | None) -> None:
 
 
 class _Inputs(NamedTuple):
-    """On chip: x [T, D], factors [T, E], and of the layer gate_up_scales [E, 2, F], down_scales [E, D] and gate_up_bias
-    [E, 2, F]. HBM: the arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]."""
+    """On chip: x [T, D], or of fewer columns if the kernel puts it in order and D is padded; factors [T, E]; and of the
+    layer gate_up_scales [E, 2, F], down_scales [E, D] and gate_up_bias [E, 2, F]. HBM: the arrays of gate_up
+    [L, E, 2, D, F] and of down [L, E, 1, F, D]."""
 
     x: Any
     factors: Any
@@ -200,9 +201,10 @@ class _Scratch(NamedTuple):
 
 
 def _operands(x: jax.Array, factors: jax.Array, weights: Experts, interpret: bool | pltpu.InterpretParams) -> _Inputs:
-    """The inputs, their rows padded to whole tiles."""
-    (tokens, dim), inner = x.shape, shape_of(weights.gate_up)[-2]
-    x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
+    """The inputs, their rows padded to whole tiles, and x to the weight's inputs unless it is put in order on chip."""
+    gate_up, (tokens, dim) = weights.gate_up, x.shape
+    ordered = isinstance(gate_up, Weight) and gate_up.ordered
+    x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, 0 if ordered else shape_of(gate_up)[-2] - dim)))
     factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
     stored = tuple(tuple(in_hbm(w, interpret)) for w in (weights.gate_up, weights.down))
     return _Inputs(x, factors, weights.gate_up_scales, weights.down_scales, weights.gate_up_bias, stored)
@@ -227,7 +229,7 @@ def _in_place(count: int) -> tuple[tuple[pl.BlockSpec, ...], ...]:
 def _scratch(
     x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int, shares: int
 ) -> _Scratch:
-    """The kernel's scratch for padded x, results of width `dim`, and `count` arrays of each weight."""
+    """The kernel's scratch for x of whole tiles of rows, results of width `dim`, and `count` arrays of each weight."""
     return _Scratch(
         pltpu.VMEM((x.shape[0], dim), jnp.float32) if shares == 1 else None,
         pltpu.SMEM((buffers, 2), jnp.int32),
@@ -236,7 +238,7 @@ def _scratch(
         pltpu.VMEM((x.shape[0], streams[1].depth), x.dtype),
         [stream.room for stream in streams],
         [stream.unpacked for stream in streams],
-        pltpu.VMEM(x.shape, x.dtype) if streams[0].ordered else None,
+        pltpu.VMEM((x.shape[0], streams[0].depth), x.dtype) if streams[0].ordered else None,
     )
 
 

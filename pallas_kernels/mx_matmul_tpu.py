@@ -158,19 +158,18 @@ def mx_matmul(
     """
     if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
-    (total, width), (_, parts, _, columns) = x.shape, weight.values.shape
-    inputs = _pad(x, weight, norm, interpret)
+    total, (_, parts, _, columns) = x.shape[0], weight.values.shape
+    rewrites = norm is not None or weight.ordered
+    inputs = _operands(x, weight, norm, x.shape[1] if rewrites else weight.inputs, interpret)
     rows = inputs.x.shape[0]
     chosen = blocks_ or _default(rows, weight, norm is not None)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
     wide = min(tile.columns, columns) if weight.on_chip else tile.columns
     grid = _Grid(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns), 1 if weight.on_chip else cores())
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
-    rewrites = norm is not None or weight.ordered
     y = pl.pallas_call(
         functools.partial(
             _kernel,
-            width=width,
             eps=norm and norm.eps,
             offset=norm and norm.offset,
             activation=activation,
@@ -241,8 +240,8 @@ class _Grid:
 
 
 class _Inputs(NamedTuple):
-    """x [T, K]; norm [16, K]: the layer's weight among others; the weight's values [P, K, N], scales [P, K / g, N] and
-    tops [P, 1, N]. What a product lacks is None."""
+    """x [T, W] and norm [16, W], the layer's weight among others: W is K, or less if the kernel rewrites x and K is
+    padded. The weight's values [P, K, N], scales [P, K / g, N] and tops [P, 1, N]. What a product lacks is None."""
 
     x: Any
     norm: Any
@@ -252,20 +251,22 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """x: the left operand, if it is not x itself but normed, or has its inputs in the order of the words' bytes.
+    """x [T, K]: the left operand, if it is not x itself but normed, or has its inputs in the order of the words' bytes.
     scales: the unpacked scales."""
 
     x: Any
     scales: Sequence[Any]
 
 
-def _pad(x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | pltpu.InterpretParams) -> _Inputs:
-    """The inputs: x and the norm's weight padded to whole tiles and to the weight's inputs."""
-    pad = ((0, -x.shape[0] % (ROWS if x.shape[0] > HALF_ROWS else HALF_ROWS)), (0, weight.inputs - x.shape[1]))
+def _operands(
+    x: jax.Array, weight: Weight, norm: RmsNorm | None, width: int, interpret: bool | pltpu.InterpretParams
+) -> _Inputs:
+    """The inputs: x padded to whole tiles of rows, and to `width` columns."""
+    pad = ((0, -x.shape[0] % (ROWS if x.shape[0] > HALF_ROWS else HALF_ROWS)), (0, width - x.shape[1]))
     arrays = weight.values, weight.scales, weight.tops
     if not interpret and not weight.on_chip:  # otherwise XLA would bring a small weight to VMEM
         arrays = jax.tree.map(lambda array: pltpu.with_memory_space_constraint(array, pltpu.HBM), arrays)
-    return _Inputs(jnp.pad(x, pad), None if norm is None else jnp.pad(norm.weight, ((0, 0), pad[1])), *arrays)
+    return _Inputs(jnp.pad(x, pad), None if norm is None else norm.weight, *arrays)
 
 
 def _norm_rows(norm: jax.Array) -> int:
@@ -306,9 +307,9 @@ def _cost(
     )
 
 
-def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, eps, offset, activation, weight, step):
-    """Multiply one tile of rows of x, whose columns from `width` on are padding, by some columns of the weight.
-    out [P, T, N] has those columns. step: the grid's dimension of columns."""
+def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, eps, offset, activation, weight, step):
+    """Multiply one tile of rows of x by some columns of the weight. out [P, T, N] has those columns. step: the grid's
+    dimension of columns."""
     if weight.on_chip:
         inputs = _some_columns(inputs, pl.program_id(step), out_ref.shape[2])
     x_ref = inputs.x
@@ -320,7 +321,7 @@ def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, ep
         if inputs.norm is not None:
             source = xs_ref
             layer = lax.rem(layer_ref[0], inputs.norm.shape[0])
-            _normalize(x_ref, inputs.norm, layer, source, width, eps, offset)
+            _normalize(x_ref, inputs.norm, layer, source, eps, offset)
         if weight.ordered:
             permute(source, xs_ref)
 
@@ -345,15 +346,19 @@ def _some_columns(inputs: _Inputs, step: jax.Array, count: int) -> _Inputs:
     return _Inputs(*inputs[:2], *jax.tree.map(lambda ref: ref.at[0, :, :, columns], tuple(inputs[2:])))
 
 
-def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: float, offset: float) -> None:
+def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, eps: float, offset: float) -> None:
+    """Norm the rows of x [T, W] -> out [T, K], zero from column W on."""
     is_layer = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
     weight = jnp.sum(jnp.where(is_layer, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
 
-    rows = math.gcd(x_ref.shape[0], NORMED)
+    width, rows = x_ref.shape[1], math.gcd(x_ref.shape[0], NORMED)
+    if width < out_ref.shape[1]:
+        whole = width // LANES * LANES  # whole tiles are written, the first of them twice
+        out_ref[:, whole:] = jnp.zeros_like(out_ref[:, whole:])
 
     @pl.loop(0, x_ref.shape[0], step=rows)
     def _(at):
         tile = pl.ds(pl.multiple_of(at, rows), rows)
         x = x_ref[tile, :].astype(jnp.float32)
         mean = jnp.sum(x * x, axis=1, keepdims=True) / width
-        out_ref[tile, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
+        out_ref[tile, :width] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)

@@ -395,13 +395,18 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
 
 
 def permute(x_ref, xs_ref) -> None:
-    """Put the inputs of x [T, K], T 8 or a multiple of 16, in the order of bytes of `pack_mxfp4`; may be in place."""
+    """Put the inputs of x [T, W], T 8 or a multiple of 16, in the order of bytes of `pack_mxfp4` -> xs [T, K]; may be
+    in place. W may be less than K, by less than DEPTH: the other inputs are zeros."""
+    width = x_ref.shape[1]
 
     def take(start: jax.Array | int, count: int) -> None:
         rows, lane = pl.ds(_multiple_of(start, 16), count), lax.broadcasted_iota(jnp.int32, (count // 2, DEPTH), 1)
         source = BLOCK * (lane & 3) + (lane >> 2)  # at 4 r + b is 32 b + r
-        for at in range(0, x_ref.shape[1], DEPTH):
-            pairs = jnp.take_along_axis(pltpu.bitcast(x_ref[rows, at : at + DEPTH], jnp.int32), source, axis=1)
+        for at in range(0, width, DEPTH):
+            x = x_ref[rows, at : min(at + DEPTH, width)]
+            if width < at + DEPTH:
+                x = jnp.concatenate([x, jnp.zeros((count, at + DEPTH - width), x.dtype)], axis=1)
+            pairs = jnp.take_along_axis(pltpu.bitcast(x, jnp.int32), source, axis=1)
             xs_ref[rows, at : at + DEPTH] = pltpu.bitcast(pairs, xs_ref.dtype)
 
     whole, rest = divmod(x_ref.shape[0], PERMUTED)

@@ -203,13 +203,18 @@ def test_a_nan_scale_spoils_its_column_alone_and_padding_nothing(name):
     np.testing.assert_array_equal(np.isnan(y), spoilt)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", FLOAT4])
-def test_inputs_are_padded(name):
-    rng = np.random.default_rng(3)
-    tensor, exact = packed(name, numbers(rng, 1, 2, 96, 64))
-    x = jnp.asarray(rng.standard_normal((4, 96)), jnp.bfloat16)
-    assert tensor.stack.inputs == (256 if name == FLOAT4 else 128)
-    check(x, tensor.stack, exact, layer=0)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", FLOAT4])
+@pytest.mark.parametrize("normed", [False, True])
+def test_inputs_are_padded(name, normed):
+    """Memory that nothing was written to is NaN."""
+    rng, inputs = np.random.default_rng(3), 96 if name == "mxfp8" else 160
+    tensor, exact = packed(name, numbers(rng, 1, 2, inputs, 64))
+    x, ones = jnp.asarray(rng.standard_normal((4, inputs)), jnp.bfloat16), jnp.ones((1, inputs), jnp.bfloat16)
+    assert tensor.stack.inputs == (128 if name == "mxfp8" else 256)
+    norm = RmsNorm(ones, 1e-3) if normed else None
+    params = pltpu.InterpretParams(uninitialized_memory="nan")
+    y = product(x, tensor.stack, layer=0, norm=norm, interpret=params)
+    hold(np.asarray(y, np.float64), rms_norm(x, ones[0], 1e-3) if normed else x, exact[0], rounding=2e-3)
 
 
 @pytest.mark.parametrize(
