@@ -176,8 +176,9 @@ def decode_attention(
     positions, [B, C, K, h] for each array of cells, which the kernel writes in place. mask [B, C, C] bool: which of the
     new tokens, up to its own, a query sees. blocks: sizes, by default those of `default_blocks`. Only live pages are
     read.
-    Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32; with
-    `new` also the cache's arrays, in the buffers of those passed in.
+    Returns out [B, C, K, G, h] in q's dtype, without the numbers before `options.key_size`, and the log of the
+    softmax's denominator, lse [B, C, K, G] float32; with `new` also the cache's arrays, in the buffers of those
+    passed in.
     Raises ValueError with the reason of `unsupported`, and for a ring without a window.
     """
     window = options.shared_window
@@ -222,9 +223,7 @@ def _stream_kernel(call: Call, blocks: Blocks | None) -> Kernel:
     return Kernel(
         body,
         place,
-        functools.partial(
-            _scratch, blocks=blocks, shares=shares, queries=queries, width=queries * group, writes=call.writes
-        ),
+        functools.partial(_scratch, call=call, blocks=blocks, shares=shares),
         shares=shares,
     )
 
@@ -257,14 +256,13 @@ def _scratch(
     q: Shaped,
     cache: Sequence[Shaped],
     *,
+    call: Call,
     blocks: Blocks,
     shares: int,
-    queries: int,
-    width: int,
-    writes: bool,
 ):
-    """The kernel's scratch for inputs q and cache, of which a core takes a share of the heads, and rows of `width`
-    queries."""
+    """The kernel's scratch for inputs q and cache, of which a core takes a share of the heads."""
+    _, queries, _, group, _ = call.shape
+    width, writes = queries * group, call.writes
     q = jax.ShapeDtypeStruct(_part(q.shape, 1, shares), q.dtype)
     cache = [jax.ShapeDtypeStruct(_part(x.shape, 2, shares), x.dtype) for x in cache]
     rows, heads, _, size = q.shape
@@ -278,7 +276,7 @@ def _scratch(
         sum=pltpu.VMEM((heads, width, LANES), jnp.float32),
         acc=pltpu.VMEM((heads, width, size), jnp.float32),
         results=(
-            pltpu.VMEM((RESULTS, heads, width, size), q.dtype),
+            pltpu.VMEM((RESULTS, heads, width, call.result_size), q.dtype),
             pltpu.VMEM((RESULTS, heads, LANES), jnp.float32),
         ),
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),

@@ -53,8 +53,8 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """HBM: out [B, K, R, h] and lse [B, K, 128], unless `Kernel.together` says otherwise, and the cache's arrays if the
-    kernel writes them."""
+    """HBM: out [B, K, R, o], whose size is `Call.result_size`, and lse [B, K, 128], unless `Kernel.together` says
+    otherwise, and the cache's arrays if the kernel writes them."""
 
     out: Any
     lse: Any
@@ -125,6 +125,11 @@ class Call:
         return min(pl.cdiv(self.options.key_size or size, LANES) * LANES, size)
 
     @property
+    def result_size(self) -> int:
+        """How many numbers of a query's result are stored, the last ones: not those before the values of a cell."""
+        return self.shape[-1] - (self.options.key_size or 0)
+
+    @property
     def slots(self) -> int:
         """How many slots a page has."""
         return self.cache.k.shape[-2]
@@ -145,8 +150,8 @@ class Call:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
         inputs = lay_out(q, arrays, self.options, new, mask)
         out, lse, written = self._outputs(kernel, self.scalars(kernel, lengths, new), inputs)
-        rows, queries, heads, group, size = self.shape
-        out = out.reshape(rows, heads, queries, group, size)
+        rows, queries, heads, group, _ = self.shape
+        out = out.reshape(rows, heads, queries, group, self.result_size)
         lse = lse.reshape(rows, heads, LANES)[:, :, : queries * group].reshape(rows, heads, queries, group)
         return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if stacked else x[0] for x in written)
 
@@ -190,7 +195,7 @@ class Call:
         return scalars._replace(traits=traits)
 
     def _outputs(self, kernel: Kernel, scalars: Scalars, inputs: Inputs) -> Outputs:
-        rows, queries, heads, group, size = self.shape
+        rows, queries, heads, group, _ = self.shape
         width, in_hbm, some, shares = queries * group, pl.BlockSpec(memory_space=pl.ANY), kernel.together, kernel.shares
         split = shares > 1
         specs = Inputs(in_hbm, (in_hbm,) * len(inputs.cache))
@@ -203,7 +208,7 @@ class Call:
             specs = specs._replace(mask=pl.BlockSpec((some, width, LANES), lambda *at: (at[split], 0, 0)))
         targets = inputs.cache if self.writes else ()
         shapes = Outputs(
-            jax.ShapeDtypeStruct((rows // some, some * heads, width, size), inputs.q.dtype),
+            jax.ShapeDtypeStruct((rows // some, some * heads, width, self.result_size), inputs.q.dtype),
             jax.ShapeDtypeStruct(
                 (rows, shares, heads // shares, LANES) if split else (rows // some, some * heads, LANES), jnp.float32
             ),

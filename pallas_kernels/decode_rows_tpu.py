@@ -85,12 +85,12 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(q: jax.Array, cache: Sequence[jax.Array], *, call: Call, pages: Pages, together: int) -> _Scratch:
-    _, queries, heads, group, size = call.shape
+    _, queries, heads, group, _ = call.shape
     width, buffers = queries * group, PLACES * together
     scratch = _Scratch(
         cache=tuple((pltpu.VMEM((together, heads, pages.block, *x.shape[4:]), x.dtype),) * PLACES for x in cache),
         results=(
-            pltpu.VMEM((RESULTS, together * heads, width, size), q.dtype),
+            pltpu.VMEM((RESULTS, together * heads, width, call.result_size), q.dtype),
             pltpu.VMEM((RESULTS, together * heads, LANES), jnp.float32),
         ),
         result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),

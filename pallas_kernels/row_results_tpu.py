@@ -19,7 +19,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import LOG2E, MASKED, rem, wide
 class RowResults:
     """Copies of outputs and LSEs to memory. Each row's copies queue behind copies of blocks that were started before.
 
-    To wait for a pipelined output one row later would be to wait for those blocks too. memory: out [B, K, R, h] and lse
+    To wait for a pipelined output one row later would be to wait for those blocks too. memory: out [B, K, R, o] and lse
     [B, K, 128], in HBM; staged: the same of n rows on chip; semaphores [2, n].
     """
 
@@ -35,14 +35,15 @@ class RowResults:
             self._wait(row)
 
     def put(self, row: jax.Array, results: Sequence[tuple[jax.Array, ...]], dead: Sequence[jax.Array]) -> None:
-        """Store a row's output and LSE, from each head's maximum and sum [R, 128], lanes alike, and accumulator [R, h].
-        dead: for each head, whether its row is inactive."""
+        """Store a row's output and LSE, from each head's maximum and sum [R, 128], lanes alike, and accumulator [R, h],
+        whose last o numbers are the output. dead: for each head, whether its row is inactive."""
         (out, lse), place = self.staged, rem(row, self._places)
         shape = results[0][0].shape
         diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
         for head, ((top, total, acc), is_dead) in enumerate(zip(results, dead, strict=True)):
             empty = (top <= MASKED / 2) | is_dead
             total = jnp.where(empty, 1.0, total)
+            acc = acc[:, acc.shape[1] - out.shape[-1] :]  # without what lies before a cell's values
             out[place, head] = (acc * wide(jnp.where(empty, 0.0, 1.0 / total), acc.shape[1])).astype(out.dtype)
             logs = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
             lse[place, head] = jnp.sum(jnp.where(diagonal, logs, 0.0), axis=0)

@@ -55,7 +55,8 @@ def _positions(call: Instruction, operands: Sequence[Shape], key: ProgramKey) ->
     out, declared = call.shapes[0].dims, call.declared_cost
     if declared is None or out[0] == operands[0].dims[0]:
         return key.limit
-    return min(key.limit, declared[1] // (4 * prod(out)))
+    size = next(shape.dims[-1] for shape in operands if len(shape.dims) == 5)  # of a cell; results may be narrower
+    return min(key.limit, declared[1] // (4 * prod(out[:-1]) * size))
 
 
 def _chosen(call: Instruction, operands: Sequence[Shape]) -> np.ndarray:

@@ -118,7 +118,10 @@ def decode_attention(
         else:
             blocks = partial(_by_blocks, q, cache, lengths, options, block)
             out, lse = by_platform(cpu=blocks, default=whole)
-    return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
+    out, lse = (out[:, 0], lse[:, 0]) if single else (out, lse)
+    if backend == "pallas_tpu" and options.key_size:  # XLA drops this where it is cut off, if nothing lies between
+        out = jnp.pad(out, ((0, 0),) * (out.ndim - 1) + ((options.key_size, 0),))
+    return out, lse, cache
 
 
 def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:

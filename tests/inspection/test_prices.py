@@ -264,10 +264,10 @@ def test_attention_of_rows_together_is_told_how_many_positions_it_reads(groups, 
     call = Module(TEXT).entry.instructions["mx_matmul.3"]
     flops = 4 * 4 * 2 * 8 * 128 * 100
     rest = f'"cost_estimate":{{"flops":"{flops}","transcendentals":"0","bytes_accessed":"1"}}'
-    out = Shape("bf16", (groups, 2 * 4 // groups, 8, 128))
-    (read,) = scalars_of(
-        "decode_attention", replace(call, shapes=(out,), rest=rest), [Shape("s32", (4,))], KEY
-    ).values()
+    out = Shape("bf16", (groups, 2 * 4 // groups, 8, 64))  # half of a cell are keys
+    operands = [Shape("s32", (4,)), Shape("bf16", (1, 4, 2, 128, 128))]
+    call = replace(call, shapes=(out,), rest=rest)
+    (read,) = scalars_of("decode_attention", call, operands, KEY).values()
     assert read.tolist() == [lengths] * 4
 
 
