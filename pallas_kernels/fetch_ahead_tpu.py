@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.generations_tpu import on_chip_bytes
+from inferlib.pallas_kernels.generations_tpu import cores, on_chip_bytes
 
 SPARE_BYTES = 4 << 20
 START, FINISH = "start_fetch", "finish_fetch"  # the kernels' names
@@ -24,8 +24,9 @@ _EFFECTS = pltpu.CompilerParams(has_side_effects=True, vmem_limit_bytes=1 << 20)
 
 def room() -> int:
     """Bytes of copies and kernels that there may be at once, beside the arrays that XLA keeps on chip. The compiler
-    fails if it has no place for all of them."""
-    return max(on_chip_bytes() - SPARE_BYTES, 0)
+    fails if it has no place for all of them. None where a device has two cores: only one of them would start copies,
+    and other operations run on both."""
+    return max(on_chip_bytes() - SPARE_BYTES, 0) if cores() == 1 else 0
 
 
 class Fetching(NamedTuple):
