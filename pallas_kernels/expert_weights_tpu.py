@@ -55,8 +55,8 @@ def unfit(x_dtype, w: Stored) -> str | None:
     )
 
 
-def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
-    """The arrays of weights, pinned to HBM: XLA would bring small ones to VMEM whole."""
+def in_hbm(w: jax.Array | Weight | list[jax.Array], interpret) -> list[jax.Array]:
+    """The arrays of weights, or others, pinned to HBM: XLA would bring small ones to VMEM whole."""
     arrays = jax.tree.leaves(w)
     return arrays if interpret else [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
 

@@ -19,6 +19,7 @@ KERNELS = frozenset(
     {
         *("chunk_write", "collective_matmul", "decode_attention", "expert_mlp", "group_order", "grouped_matmul"),
         *("mla_decode_attention", "mla_prefill_attention", "mx_matmul", "prefill_attention"),
+        "segment_sum",
     }
 )
 
@@ -44,9 +45,22 @@ def scalars_of(kernel: str, call: Instruction, operands: Sequence[Shape], key: P
         case "grouped_matmul":
             (experts,), (rows, *_) = operands[1].dims, operands[2].dims
             return {1: np.bincount(np.random.default_rng(0).integers(experts, size=rows), minlength=experts)}
+        case "segment_sum":
+            return _segments(operands, call.declared_cost)
         case "expert_mlp":
             return {1: _chosen(call, operands)}
     return {}
+
+
+def _segments(operands: Sequence[Shape], declared: tuple[int, int, int] | None) -> dict[int, np.ndarray]:
+    """The scalars of `segment_sum`: all pieces, with as many pairs of segments and groups at random as it declares."""
+    (pairs,), (pieces, groups), (_, lines, width) = (operands[n].dims for n in (2, 5, 7))
+    expected = min(declared[1] // (2 * lines // 8 * width), pairs) if declared else pairs
+    chosen = np.random.default_rng(0).integers(pieces * groups, size=expected)
+    sizes = np.bincount(chosen, minlength=pieces * groups).reshape(pieces, groups)
+    starts = np.cumsum(sizes.T).reshape(groups, pieces).T - sizes
+    first_pairs = np.append(0, np.cumsum(sizes.sum(axis=1)))
+    return {0: np.array([0, pieces]), 1: first_pairs, 5: starts, 6: sizes}
 
 
 def _positions(call: Instruction, operands: Sequence[Shape], key: ProgramKey) -> int:

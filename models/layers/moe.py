@@ -25,7 +25,7 @@ from inferlib.ops.expert_mlp import ExpertWeights, expert_mlp
 from inferlib.ops.group_order import GroupOrder, group_order, take_in_bounds
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.loops import expected_trips
-from inferlib.ops.segment_sum import TILE, Segments, segment_sum
+from inferlib.ops.segment_sum import TILE, Pieces, Segments, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -295,11 +295,12 @@ class Experts(nnx.Module):
         """
         shards, (tokens, chosen) = ctx.shards, ids.shape
         devices, total, by_input = shards.size(axes.EXPERTS), ids.size, self.spec.scale_input
-        counts = jnp.sum(ids < count, axis=1, dtype=jnp.int32)
-        counts = jnp.pad(counts, (0, -tokens % TILE))
+        counts = jnp.pad(jnp.sum(ids < count, axis=1, dtype=jnp.int32), (0, -tokens % TILE))
         ends = jnp.cumsum(counts)
         tile_ends, tiles = ends[TILE - 1 :: TILE], counts.size // TILE
-        pairs = _local_first(ids, weights, count, room)
+        pairs, backend = _local_first(ids, weights, count, room), ctx.backend.grouped_matmul
+        rows = jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype)
+        pieces = Pieces.of(ids, count, rows, tokens_each * chosen, backend)
         # The tokens here are those with a local expert, or all tokens of all devices.
         longest = self.spec.most_choices(TILE * max(devices * tokens_each / tokens, 1), devices)
 
@@ -312,7 +313,7 @@ class Experts(nnx.Module):
             in_round = place < tile_ends[stop - 1] - first
             pair_ids = jnp.where(in_round, pair_ids, total + place)
             experts = jnp.where(in_round, experts, count)[:, None]
-            order = group_order(experts, count, numbers=pair_ids, most=total + room, backend=ctx.backend.grouped_matmul)
+            order = group_order(experts, count, numbers=pair_ids, most=total + room, backend=backend)
             pair = jnp.minimum(order.tokens, total - 1)
             scales = weights[pair // chosen, pair % chosen] if by_input else None
             outputs = self._by_expert(x, pair // chosen, order, scales, ctx, layer)
@@ -324,6 +325,7 @@ class Experts(nnx.Module):
                 stop,
                 tiles=tiles,
                 longest=longest,
+                runs=pieces and pieces.runs(tile, experts[:, 0], pair_ids // chosen, order.sizes),
             )
             unfinished = stop < tiles
             if shards.size(axes.EMBED) > 1:  # a round has collectives, so all devices run equally many rounds
