@@ -98,6 +98,7 @@ def _tpu_small() -> Iterator[Check]:
     yield Check("experts' product", "16 tokens", partial(trials.grouped, some, TPU))
     yield Check("experts", "16 tokens", partial(trials.experts, ExpertMlp(16, 256, 128, experts=8, chosen=2)))
     yield Check("order by expert", "64 tokens", partial(trials.order, GroupOrder(64, groups=16, chosen=2)))
+    yield Check("sum of experts", "256 tokens", partial(trials.summed, GroupOrder(256, groups=16, chosen=2), 256))
 
 
 def _tpu_real(float4: bool) -> Iterator[Check]:
@@ -129,6 +130,7 @@ def _tpu_real(float4: bool) -> Iterator[Check]:
         mlp = ExpertMlp(32, experts=64, scheme=scheme)
         yield Check("experts", f"32 tokens, 64 experts, {scheme}", partial(trials.experts, mlp), True)
     yield Check("order by expert", "4096 tokens", partial(trials.order, GroupOrder(4096)), True)
+    yield Check("sum of experts", "4096 tokens", partial(trials.summed, GroupOrder(4096), 4096), True)
 
 
 def _logits(case: PrefillAttention) -> int:

@@ -38,6 +38,7 @@ from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.project_and_attend import project_and_attend
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, quantize
 from inferlib.ops.residual_norm import reference, residual_norm
+from inferlib.ops.segment_sum import TILE, Pieces, Segments, segment_sum
 from inferlib.pallas_kernels.generations_tpu import generation
 from inferlib.sharding import axes
 from inferlib.tuning.kernel_cases.chunk_write import ChunkWrite
@@ -438,6 +439,36 @@ def order(case: GroupOrder) -> Trial:
     ids = np.stack([rng.permutation(case.groups)[: case.chosen] for _ in range(case.tokens)]).astype(np.int32)
     kernel = partial(group_order, groups=case.groups, backend="pallas_tpu")
     return Trial(kernel, partial(group_order, groups=case.groups), (jnp.asarray(ids),))
+
+
+def summed(case: GroupOrder, width: int) -> Trial:
+    """Rows of a width sorted by group, one for each choice of each token: the weighted sum for each token."""
+    rng, draw = np.random.default_rng(0), Draw()
+    ids = np.stack([rng.permutation(case.groups)[: case.chosen] for _ in range(case.tokens)]).astype(np.int32)
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    places = np.empty_like(order, np.int32)
+    places[order] = np.arange(order.size)
+    rows, factors = draw.normal(order.size, width), draw.normal(order.size, dtype="float32")
+    tiles, tokens = case.tokens // TILE, np.repeat(np.arange(case.tokens, dtype=np.int32), case.chosen)
+    counts = np.full(case.tokens, case.chosen, np.int32)
+    np.cumsum(counts, dtype=np.int32) - counts
+
+    def kernel(rows, factors, ids, places):
+        pieces = Pieces.of(ids, case.groups, rows, order.size, "pallas_tpu")
+        assert pieces is not None
+        sizes = jnp.bincount(ids.reshape(-1), length=case.groups)
+        runs = pieces.runs(jnp.int32(0), ids.reshape(-1), jnp.asarray(tokens), sizes)
+        segments = Segments(
+            places, factors, jnp.asarray(np.cumsum(counts, dtype=np.int32) - counts), jnp.asarray(counts)
+        )
+        into, options = jnp.zeros((case.tokens, width), rows.dtype), dict(tiles=tiles, longest=case.chosen)
+        return segment_sum(into, rows, segments, 0, tiles, **options, runs=runs)
+
+    def oracle(rows, factors, ids, places):
+        weighted = rows[places].astype(jnp.float32) * factors[:, None]
+        return jnp.sum(weighted.reshape(case.tokens, case.chosen, width), axis=1)
+
+    return Trial(kernel, oracle, (rows, factors, jnp.asarray(ids), jnp.asarray(places)))
 
 
 def choice(tokens: int, count: int, chosen: int) -> Trial:
