@@ -104,7 +104,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
         },
         "finetune": {"model": quantized, "out": str(folder / "trained"), "data": str(texts), "length": "32"},
         "plan": {"config": "smollm2-135m", "target": "v5e-1"},
-        "place": {"load": str(load), "out": str(folder / "placed"), "devices": "2"},
+        "place": {"load": str(load), "out": "placed", "devices": "2"},
         "targets": {},
         "compile": {"model": model, "target": "cpu", "cache_buckets": "64"},
         "tune": {"target": "v5e-1", "dry_run": True},
