@@ -451,18 +451,16 @@ def summed(case: GroupOrder, width: int) -> Trial:
     rows, factors = draw.normal(order.size, width), draw.normal(order.size, dtype="float32")
     tiles, tokens = case.tokens // TILE, np.repeat(np.arange(case.tokens, dtype=np.int32), case.chosen)
     counts = np.full(case.tokens, case.chosen, np.int32)
-    np.cumsum(counts, dtype=np.int32) - counts
+    starts = np.cumsum(counts, dtype=np.int32) - counts
 
     def kernel(rows, factors, ids, places):
         pieces = Pieces.of(ids, case.groups, rows, order.size, "pallas_tpu")
         assert pieces is not None
         sizes = jnp.bincount(ids.reshape(-1), length=case.groups)
         runs = pieces.runs(jnp.int32(0), ids.reshape(-1), jnp.asarray(tokens), sizes)
-        segments = Segments(
-            places, factors, jnp.asarray(np.cumsum(counts, dtype=np.int32) - counts), jnp.asarray(counts)
-        )
-        into, options = jnp.zeros((case.tokens, width), rows.dtype), dict(tiles=tiles, longest=case.chosen)
-        return segment_sum(into, rows, segments, 0, tiles, **options, runs=runs)
+        segments = Segments(places, factors, jnp.asarray(starts), jnp.asarray(counts))
+        into = jnp.zeros((case.tokens, width), rows.dtype)
+        return segment_sum(into, rows, segments, 0, tiles, tiles=tiles, longest=case.chosen, runs=runs)
 
     def oracle(rows, factors, ids, places):
         weighted = rows[places].astype(jnp.float32) * factors[:, None]
