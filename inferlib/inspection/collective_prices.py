@@ -53,6 +53,9 @@ def axes_of(i: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
     sizes, devices = tuple(mesh.values()), prod(mesh.values())
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", i.rest):
         group = np.array([int(pairs[1]), int(pairs[2])])
+    elif named := re.search(r"replica_groups=mesh\[[^\]]*\] ?\{([^}]*)\}", i.rest):  # since jax 0.12
+        names = re.findall(r"'([^']+)'", named[1])
+        return tuple(axis for axis, size in mesh.items() if axis in names and size > 1)
     elif groups := re.search(r"replica_groups=\{\{([\d,]+)\}", i.rest):
         group = np.array([int(x) for x in groups[1].split(",")])
     elif iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", i.rest):

@@ -202,6 +202,8 @@ def test_an_asynchronous_collective_hides_behind_operations():
         ("replica_groups=[2,4]<=[8]", ("tensor",)),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
         ("replica_groups={}", ("data", "tensor")),
+        ("replica_groups=mesh['data'=2,'expert'=1,'tensor'=4] {'tensor'}", ("tensor",)),
+        ("replica_groups=mesh['data'=2,'expert'=1,'tensor'=4] {'data','tensor'}", ("data", "tensor")),
         ("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}", ("tensor",)),
     ],
 )
