@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,9 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 Weights = Mapping[str, Any]  # a device's part of a block's stacked weights by name, arrays or shapes
+# Of a dense feed-forward, and of shared experts. Products start with gate and up: if these had not arrived yet, nothing
+# would be gained by them, so that down comes first.
+_MLP = ("mlp.down", "mlp.gate_up", "mlp.shared.down", "mlp.shared.gate_up")
 
 
 class Ahead(NamedTuple):
@@ -45,40 +48,29 @@ def fetched_weights(
     if backend.fetch_ahead == "xla" or not fit or not waits or shards.splits_tokens:
         return [NOTHING] * len(pattern)
     everyone = tokens * shards.size(axes.EXPERTS)
-    taken = max(_kernel_bytes(spec, weights, everyone, backend) for spec, weights in pattern)
-    mixers = []
+    free, mixers = min(_free_bytes(spec, weights, everyone, backend) for spec, weights in pattern), []
     for _, weights in pattern:  # those of all layers of the pattern, as one's are part of the scan's carry
-        names, taken = _with_room(weights, _mixer_names(weights), tokens, backend, taken)
+        names, free = _with_room(weights, [n for n in weights if n.startswith("attn.")], tokens, backend, free)
         mixers.append(names)
-    mlps = (_with_room(weights, _MLP, tokens, backend, taken)[0] for _, weights in pattern)
+    mlps = (_with_room(weights, _MLP, tokens, backend, free)[0] for _, weights in pattern)
     return [Ahead(*names) for names in zip(mixers, mlps, strict=True)]
 
 
-# Of a dense feed-forward, and of shared experts. Products start with gate and up: if these had not arrived yet, nothing
-# would be gained by them, so that down comes first.
-_MLP = ("mlp.down", "mlp.gate_up", "mlp.shared.down", "mlp.shared.gate_up")
-
-
-def _mixer_names(weights: Weights) -> Iterator[str]:
-    return (name for name in weights if name.startswith("attn."))
-
-
 def _with_room(
-    weights: Weights, names: Iterator[str] | Sequence[str], tokens: int, backend: Backend, taken: int
+    weights: Weights, names: Sequence[str], tokens: int, backend: Backend, free: int
 ) -> tuple[frozenset[str], int]:
-    """The packed weights of these names that have room on chip, where `taken` bytes are taken; and the bytes that are
-    then."""
+    """The packed weights of these names that have room on chip, where `free` bytes are free; and how many are left."""
     chosen = set()
     for name in names:
         weight = weights.get(name)
-        if isinstance(weight, PackedTensor) and fetch_ahead.fits(weight, tokens, backend, taken):
+        if isinstance(weight, PackedTensor) and fetch_ahead.fits(weight, tokens, backend, free):
             chosen.add(name)
-            taken += fetch_ahead.bytes_of(weight)
-    return frozenset(chosen), taken
+            free -= fetch_ahead.bytes_of(weight)
+    return frozenset(chosen), free
 
 
-def _kernel_bytes(spec: LayerSpec, weights: Weights, tokens: int, backend: Backend) -> int:
-    """Bytes of on-chip memory that a layer's kernels work in, one after the other. tokens: those that experts take."""
+def _free_bytes(spec: LayerSpec, weights: Weights, tokens: int, backend: Backend) -> int:
+    """Bytes of on-chip memory that a layer's kernels leave to copies. tokens: those that experts take."""
     experts = 0
     if isinstance(spec.mlp, MoeSpec):
         gate_up, down = (weights[f"mlp.experts.{name}"] for name in ("gate_up", "down"))
@@ -86,4 +78,4 @@ def _kernel_bytes(spec: LayerSpec, weights: Weights, tokens: int, backend: Backe
         layer: Any = jax.ShapeDtypeStruct((), jnp.int32)
         stacks = ExpertWeights(gate_up, down, bias, layer, spec.mlp.activation)
         experts = expert_mlp.kernel_bytes(tokens, stacks, backend)
-    return fetch_ahead.kernel_bytes(backend, latent=isinstance(spec.attention, MlaSpec), experts=experts)
+    return fetch_ahead.free_bytes(backend, latent=isinstance(spec.attention, MlaSpec), experts=experts)

@@ -99,6 +99,7 @@ def _scan(
     pattern = [(block.spec, _by_name(block)) for block in blocks]
     ahead = fetched_weights(pattern, ctx.tokens, ctx.config, ctx.shards, ctx.backend)
     parts = [_split(block, ctx, names, is_stacked=True) for block, names in zip(blocks, ahead, strict=True)]
+    fetches = any(names.mixer or names.mlp for names in ahead)
     if inputs is not None:  # [T, L, P] -> [count, pattern, T, P]
         inputs = inputs[:, segment.start : segment.stop]
         inputs = jnp.moveaxis(inputs, 0, 1).reshape(segment.count, len(blocks), *inputs.shape[::2])
@@ -112,7 +113,7 @@ def _scan(
             cache = replace(owned[i], layer=layer) if block.owns_cache else caches[i]
             of_layer = None if inputs is None else inputs[i]
             after = layer if i + 1 < len(parts) else jnp.minimum(layer + 1, segment.count - 1)
-            following = (parts[(i + 1) % len(parts)].mixer, after) if any(map(any, ahead)) else None
+            following = (parts[(i + 1) % len(parts)].mixer, after) if fetches else None
             this = _Layer(part, layer, mixer, state)
             (residual, cache, load), mixer = this.run(residual, ctx, cache, of_layer, following)
             new.append(replace(cache, layer=None, inputs=()) if block.owns_cache else LayerCache(()))

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.expert_weights_tpu import in_hbm
 from inferlib.pallas_kernels.generations_tpu import cores, on_chip_bytes
+from inferlib.pallas_kernels.on_chip_tpu import SPARE_BYTES
 
-SPARE_BYTES = 4 << 20
 START, FINISH = "start_fetch", "finish_fetch"  # the kernels' names
 _ON_CHIP, _SEMAPHORES = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
 _EFFECTS = pltpu.CompilerParams(has_side_effects=True, vmem_limit_bytes=1 << 20)
@@ -43,11 +44,8 @@ def start_fetch(stacks: Sequence[jax.Array], layer: jax.Array, *, interpret: boo
     shapes: list[Any] = [(1, *stack.shape[1:]) for stack in stacks]
     semaphores = [pltpu.SemaphoreType.DMA((1,))] * count
     moved = 2 * sum(x.size // x.shape[0] * jax.dtypes.itemsize_bits(x.dtype) // 8 for x in stacks)
-    if interpret:
-        buffers = [jax.ShapeDtypeStruct(shape, stack.dtype) for shape, stack in zip(shapes, stacks, strict=True)]
-    else:  # a stack stays in memory, or XLA would bring a small one to on-chip memory first
-        buffers = [pltpu.VMEM(shape, stack.dtype) for shape, stack in zip(shapes, stacks, strict=True)]
-        stacks = [pltpu.with_memory_space_constraint(stack, pltpu.HBM) for stack in stacks]
+    buffer: Any = jax.ShapeDtypeStruct if interpret else pltpu.VMEM
+    buffers = [buffer(shape, stack.dtype) for shape, stack in zip(shapes, stacks, strict=True)]
     results = pl.pallas_call(
         _whole_kernel if interpret else _start_kernel,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[anywhere] * count],
@@ -58,7 +56,7 @@ def start_fetch(stacks: Sequence[jax.Array], layer: jax.Array, *, interpret: boo
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=moved, transcendentals=0),
         interpret=interpret,
         name=START,
-    )(jnp.asarray(layer, jnp.int32).reshape(1), *stacks)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *in_hbm(list(stacks), interpret))
     return Fetching(results[:count], results[count:])
 
 

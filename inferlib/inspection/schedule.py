@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from inferlib.inspection.bundles import LATENCY
-from inferlib.inspection.hlo import ON_CHIP, Computation, Instruction, Module
+from inferlib.inspection.hlo import ON_CHIP, Computation, Instruction, Module, Shape
 from inferlib.inspection.prices import Price
 from inferlib.pallas_kernels.fetch_ahead_tpu import FINISH, START
 
@@ -82,6 +82,7 @@ class _Player:
         self.module, self.pricing, self.waiting, self.bandwidth = module, pricing, waiting, bandwidth
         self.played, self.now, self.link_free = Played(), 0.0, 0.0
         self.copies: dict[str, tuple[float, float]] = {}  # bytes left, time of the start
+        self.arriving: list[tuple[Shape, str]] = []  # results of kernels that start copies, and the copies' names
         self.under_way: dict[str, tuple[float, float]] = {}  # collectives: start and end
 
     def run(self, computation: Computation, times: int) -> None:
@@ -163,17 +164,18 @@ class _Player:
 
     def _fetch(self, i: Instruction) -> None:
         """Start the copies of a kernel, one for each result on chip."""
-        for shape in i.shapes:
+        for number, shape in enumerate(i.shapes):
             if shape.space == ON_CHIP:
-                name = f"{i.name} {shape.nbytes} {len(self.copies)}"
+                name = f"{i.name}, {number}"
                 self.copies[name] = float(shape.nbytes), self.now
+                self.arriving.append((shape, name))
 
     def _arrive(self, i: Instruction) -> None:
-        """Wait for the copies that a kernel waits for: of its results' sizes, those that started first."""
-        for shape in i.shapes:
-            waiting = (name for name in self.copies if name.split()[1:2] == [str(shape.nbytes)])
-            if name := next(waiting, None):
-                self._await(name)
+        """Wait for the copies that a kernel waits for: of its results' shapes, those that started first."""
+        for wanted in i.shapes:
+            if copy := next((copy for copy in self.arriving if copy[0] == wanted), None):
+                self.arriving.remove(copy)
+                self._await(copy[1])
 
     def _await(self, name: str) -> None:
         """Wait for a copy, and so for those before it."""

@@ -24,38 +24,28 @@ _USUAL = 32 << 20  # bytes of 64 MiB, see `by_vmem`, that products with weights 
 _SHARE = 0.75
 
 
-def fits(weight: PackedTensor, rows: int, backend: Backend, taken: int) -> bool:
-    """Whether a stacked weight, of arrays or shapes of one device, can be fetched ahead for products of `rows` rows.
-    taken: bytes of on-chip memory that other weights and a step's kernels take."""
-    from inferlib.pallas_kernels.fetch_ahead_tpu import room
+def fits(weight: PackedTensor, rows: int, backend: Backend, free: int) -> bool:
+    """Whether a stacked weight, of arrays or shapes of one device, can be fetched ahead for products of `rows` rows,
+    where `free` bytes of on-chip memory are free for it."""
     from inferlib.pallas_kernels.generations_tpu import planning_for
     from inferlib.pallas_kernels.mx_matmul_tpu import unsupported
 
     with planning_for(backend.generation):
         layer = _of_one_layer(weight)
         refused = rows > MEMORY_BOUND_ROWS or unsupported(rows, jnp.bfloat16, layer, normed=True)
-        return not refused and layer.whole_bytes <= room() - taken
+        return not refused and layer.whole_bytes <= free
 
 
-def kernel_bytes(backend: Backend, *, latent: bool, experts: int) -> int:
-    """Bytes of on-chip memory that the kernels of a layer work in, one after the other, and what copies leave free.
-    latent: attention is to latents. experts: bytes of their kernel."""
+def free_bytes(backend: Backend, *, latent: bool, experts: int) -> int:
+    """Bytes of on-chip memory for copies beside the kernels of a layer, which run one after the other. latent:
+    attention is to latents. experts: bytes that their kernel works in."""
     from inferlib.pallas_kernels.fetch_ahead_tpu import room
     from inferlib.pallas_kernels.generations_tpu import by_vmem, planning_for
     from inferlib.pallas_kernels.mla_decode_attention_tpu import VMEM_BYTES
 
     with planning_for(backend.generation):
         kernels = max(by_vmem(VMEM_BYTES if latent else _USUAL), experts)
-        return room() - int(_SHARE * max(room() - kernels, 0))
-
-
-def free_bytes(backend: Backend, *, latent: bool, experts: int) -> int:
-    """Bytes of on-chip memory for copies beside these kernels."""
-    from inferlib.pallas_kernels.fetch_ahead_tpu import room
-    from inferlib.pallas_kernels.generations_tpu import planning_for
-
-    with planning_for(backend.generation):
-        return room() - kernel_bytes(backend, latent=latent, experts=experts)
+        return int(_SHARE * max(room() - kernels, 0))
 
 
 def bytes_of(weight: PackedTensor) -> int:

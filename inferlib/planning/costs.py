@@ -60,7 +60,7 @@ from inferlib.sharding.shards import Shards, planned_shards
 from inferlib.targets import Target
 from inferlib.unrolling import tpu_backend
 
-_EXPERTS = 48 << 20  # bytes of on-chip memory that the kernel of experts works in, at most
+_EXPERTS = 48 << 20  # bytes of on-chip memory that the kernel of experts is assumed to work in
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def fetched_products(config: EngineConfig, model: AbstractModel) -> dict[str, Ch
     """The weights that a decode step of few rows fetches ahead; see `inferlib.models.fetched_weights`."""
     chosen, start = {}, 0
     for segment in model.segments:
-        blocks = range(start, start := start + len(segment.pattern))
+        blocks = range(start, start + len(segment.pattern))
+        start = blocks.stop
         if segment.count == 1 or segment.looped:
             continue
         weights = [[w for w in model.weights if w.block == block] for block in blocks]

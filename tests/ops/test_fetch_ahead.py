@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.backend import Backend
-from inferlib.ops.fetch_ahead import arrived, fetching, fits, kernel_bytes
+from inferlib.ops.fetch_ahead import arrived, fetching, fits, free_bytes
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, quantize
@@ -36,13 +36,13 @@ def test_copies_leave_room_for_kernels():
     shape: Any = jax.ShapeDtypeStruct((80, 1, 8192, 1024), jnp.bfloat16)  # 16.8 MB a layer
     weight = PackedTensor(shape)
     for latent, experts, count in ((False, 0, 4), (True, 0, 3), (False, 64 << 20, 2), (False, 110 << 20, 0)):
-        taken, fetched = kernel_bytes(KERNELS, latent=latent, experts=experts), 0
-        while fits(weight, 8, KERNELS, taken):
-            taken, fetched = taken + 2 * 8192 * 1024, fetched + 1
+        free, fetched = free_bytes(KERNELS, latent=latent, experts=experts), 0
+        while fits(weight, 8, KERNELS, free):
+            free, fetched = free - 2 * 8192 * 1024, fetched + 1
         assert fetched == count
-    assert fits(weight, 64, KERNELS, 0)
-    assert not fits(weight, 65, KERNELS, 0)
-    assert not fits(weight, 64, replace(KERNELS, generation="v4"), 0)
+    assert fits(weight, 64, KERNELS, 1 << 25)
+    assert not fits(weight, 65, KERNELS, 1 << 25)
+    assert free_bytes(replace(KERNELS, generation="v4"), latent=False, experts=0) == 0
 
 
 @pytest.mark.parametrize(("scheme", "columns"), [(None, 256), (None, 200), ("int8", 200), ("mxfp4", 128)])
